@@ -114,14 +114,14 @@ def state_shardings(
     known = {}
     for (path, leaf), sharding in zip(_leaves(params), placed, strict=True):
         name, shape = trees.path_name(path), tuple(leaf.shape)
-        lies = placement(name, shape, sharding, the_mesh)
-        known[path] = _Parameter(shape, lies, frozenset(sizes.get(name, ())))
+        shardings = placement(name, shape, sharding, the_mesh)
+        known[path] = _Parameter(shape, shardings, frozenset(sizes.get(name, ())))
 
     def of_leaf(path: tuple[object, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
         param = _owner(path, known)
         whole = NamedSharding(the_mesh, PartitionSpec())
-        found = whole if param is None else param.sharding_of(tuple(leaf.shape), zero_axis)
-        return NamedSharding(the_mesh, found.spec, memory_kind=memory_kind)
+        result = whole if param is None else param.sharding_of(tuple(leaf.shape), zero_axis)
+        return NamedSharding(the_mesh, result.spec, memory_kind=memory_kind)
 
     return jax.tree_util.tree_map_with_path(of_leaf, state)
 

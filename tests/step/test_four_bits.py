@@ -94,7 +94,9 @@ def test_a_second_moment_per_element_in_4_bits_names_the_better_choice(nu):
     tx = lowmem.flash_adamw(1e-3, storage=lowmem.Storage.four_bit(nu=nu))
     better = r"flash_factored_adamw.*storage=Storage.four_bit\(nu=None, group_size=32\)"
     for init in (tx.init, functools.partial(lowmem.init, tx)):
-        with pytest.warns(UserWarning, match=rf"leaf 'v' and 1 more\) are stored.*4 bits.*{better}"):
+        with pytest.warns(
+            UserWarning, match=rf"leaf 'v' and 1 more\) are stored.*4 bits.*{better}"
+        ):
             init(params)
     with pytest.warns(UserWarning, match=rf"leaf 'v'\) are stored in 4 bits.*{better}"):
         lowmem.pack_small_leaves(tx).init(params)

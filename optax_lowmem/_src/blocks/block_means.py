@@ -176,26 +176,26 @@ class Sides:
 
 def passes(block: Block, shape: tuple[int, ...]) -> list[Columns | Sides]:
     """Launches that leave the means over each block: of parts and their sums, axis by axis."""
-    found: list[Columns | Sides] = []
+    results: list[Columns | Sides] = []
     if isinstance(block, Factors):
         outer, rows, between, row = block.matrices(shape)
         first = Columns(outer, rows, between * row, row=row)
-        found, sides = [first], first.left
+        results, sides = [first], first.left
         while sides is not None and sides.parts > 1:
-            found.append(sides)
+            results.append(sides)
             sides = sides.left
-        return found
+        return results
     viewed, axes = block.view(shape)
     sizes = list(viewed)
     for axis in axes:
         before, after = math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :])
         columns = Columns(before, sizes[axis], after)
-        found.append(columns)
+        results.append(columns)
         while columns.parts > 1:
             columns = Columns(before, columns.parts, after, begins=False)
-            found.append(columns)
+            results.append(columns)
         sizes[axis] = 1
-    return found
+    return results
 
 
 def read_once(block: Block, shape: tuple[int, ...]) -> bool:
@@ -301,8 +301,8 @@ def _means(
     chosen = [i for i, pair in enumerate(pairs) if supported(*pair, implementation) is None]
     for batch in _batches(pairs, chosen):
         backend = _asked(implementation) or platform.backend()
-        found = _by_kernel([pairs[i] for i in batch], scale, implementation is None, backend)
-        means.update(zip(batch, found, strict=True))
+        result = _by_kernel([pairs[i] for i in batch], scale, implementation is None, backend)
+        means.update(zip(batch, result, strict=True))
     for i, (block, g) in enumerate(pairs):
         if i in means:
             continue
@@ -370,20 +370,20 @@ def operands(
       shapes: of the leaves.
       implementation: as of `means_of_squares`.
     """
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     alike: dict[Any, list[int]] = {}
     for i, (block, v, shape) in enumerate(zip(blocks, values, shapes, strict=True)):
         if _has_factors_kernel(block, shape) and _no_kernel_reason(v, implementation) is None:
             alike.setdefault((block, shape), []).append(i)
         else:
-            found[i] = block.operands(v, shape)
+            results[i] = block.operands(v, shape)
     for (block, shape), leaves in alike.items():
         for first in range(0, len(leaves), _LEAVES):
             batch = leaves[first : first + _LEAVES]
             given = [values[i] for i in batch]
             made = _factors_by_kernel(block, shape, given, implementation)
-            found.update(zip(batch, made, strict=True))
-    return [found[i] for i in range(len(values))]
+            results.update(zip(batch, made, strict=True))
+    return [results[i] for i in range(len(values))]
 
 
 def _has_factors_kernel(block: Block, shape: tuple[int, ...]) -> bool:

@@ -42,9 +42,9 @@ def splits_heads(leaf: ModuleLeaf, leaves: Leaves) -> bool:
     They do if heads * head_dim is the same in the query (in, heads, head_dim) and in the output
     projection (heads, head_dim, out), or if one of these is missing.
     """
-    found = [leaf, beside(leaf, QUERY, leaves), beside(leaf, OUT, leaves)]
-    query = next((one for one in found if one is not None and one.module in QUERY), None)
-    out = next((one for one in found if one is not None and one.module in OUT), None)
+    results = [leaf, beside(leaf, QUERY, leaves), beside(leaf, OUT, leaves)]
+    query = next((one for one in results if one is not None and one.module in QUERY), None)
+    out = next((one for one in results if one is not None and one.module in OUT), None)
     if query is None or out is None:
         return True
     inner = [shape[-3:] for shape in (query.inner_shape, out.inner_shape)]

@@ -236,16 +236,16 @@ def _by_components(leaves: list[ModuleLeaf]) -> list[ModuleLeaf]:
             named = name.lower() in _STACKS and not following.isdigit()
             if (named or _LINEN_STACK.match(name)) and leaf.path not in told:
                 members[depth, "/".join(leaf.names[:depth])].append(index)
-    found = list(leaves)
+    result = list(leaves)
     for depth, prefix in sorted(members):
         group = members[depth, prefix]
-        at = _common_axis([found[index] for index in group])
+        at = _common_axis([result[index] for index in group])
         if at is None:
             continue
         for index in group:
-            axis = found[index].inner[at]
-            found[index] = found[index].stack(axis, f"axis {axis} is stacked by '{prefix}'")
-    return found
+            axis = result[index].inner[at]
+            result[index] = result[index].stack(axis, f"axis {axis} is stacked by '{prefix}'")
+    return result
 
 
 def _common_axis(group: list[ModuleLeaf]) -> int | None:
@@ -265,7 +265,7 @@ def _common_axis(group: list[ModuleLeaf]) -> int | None:
 
 def _by_biases(leaves: Leaves) -> Leaves:
     """Add the stacked axis that a kernel and its bias share, as in (3, 16, 48) and (3, 48)."""
-    found = dict(leaves)
+    result = dict(leaves)
     for leaf in leaves.values():
         bias = bias_of(leaf, leaves)
         if bias is None or leaf.stacked or bias.stacked:
@@ -278,5 +278,5 @@ def _by_biases(leaves: Leaves) -> Leaves:
             and kernel[-len(features) :] != features
         ):
             for one in (leaf, bias):
-                found[one.path] = one.stack(0, "axis 0 is stacked in the kernel and its bias")
-    return found
+                result[one.path] = one.stack(0, "axis 0 is stacked in the kernel and its bias")
+    return result

@@ -63,7 +63,7 @@ def infer(
     counts = _checked(heads, kv_heads, rules, default)
     leaves = leaves_of(params)
     used: set[str] = set()
-    found = {
+    results = {
         leaf.path: _block(leaf, leaves, counts, rules, default, used) for leaf in leaves.values()
     }
     unused = [pattern for pattern, _ in rules if pattern not in used]
@@ -73,7 +73,7 @@ def infer(
             f"the rule '{unused[0]}' matches no leaf (paths are {paths}, ...): correct its glob "
             "pattern or drop it."
         )
-    return found
+    return results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,10 +165,10 @@ def _block(
     if matching:
         pattern, value = matching[0]
         return _explicit(leaf, value, f"rule '{pattern}'")
-    found = classify(leaf, leaves, counts)
-    if isinstance(found, Block):
-        return found.fit(leaf.shape, leaf.path)
-    reason = f"not recognised: {found}; or pass rules=[('{leaf.path}', axes)]"
+    result = classify(leaf, leaves, counts)
+    if isinstance(result, Block):
+        return result.fit(leaf.shape, leaf.path)
+    reason = f"not recognised: {result}; or pass rules=[('{leaf.path}', axes)]"
     return dataclasses.replace(_explicit(leaf, default, reason), known=False)
 
 
@@ -290,6 +290,6 @@ def describe(
       >>> report.values, report.unknown
       (51, ('odd',))
     """
-    found = infer(params, heads=heads, kv_heads=kv_heads, rules=rules, default=default)
+    result = infer(params, heads=heads, kv_heads=kv_heads, rules=rules, default=default)
     shapes = {path: tuple(leaf.shape) for path, leaf in trees.named_leaves(params)}
-    return Description(tuple(Row(path, shapes[path], block) for path, block in found.items()))
+    return Description(tuple(Row(path, shapes[path], block) for path, block in result.items()))

@@ -38,8 +38,8 @@ def write(folder: "epath.Path", name: str, mine: Callable[[str], bool]) -> None:
       name: name of the file to write.
       mine: selects files by their path relative to `folder`.
     """
-    found = [path for path in _files(folder) if mine(path) and path != name]
-    rows = zip(found, _sums(folder, found), strict=True)
+    results = [path for path in _files(folder) if mine(path) and path != name]
+    rows = zip(results, _sums(folder, results), strict=True)
     sums = {path: list(form) for path, form in rows if form}
     (folder / name).write_text(json.dumps({FORM: sums}))
 
@@ -70,16 +70,18 @@ def damaged(folder: "epath.Path") -> Iterator[str]:
         if _problem(form, known[part]) is None:  # otherwise it is reported below
             known |= _read(folder, part)
     share = sorted(known)[jax.process_index() :: jax.process_count()]
-    found = [
+    results = [
         f"'{folder.name}/{path}' {problem}"
         for path, form in zip(share, _sums(folder, share), strict=True)
         if (problem := _problem(form, known[path]))
     ]
     if jax.process_count() > 1:
-        counts = np.asarray(multihost_utils.process_allgather(np.int32(len(found))))
-        if not found and counts.any():
-            found = [f"process {int(np.argmax(counts > 0))} found damaged files of '{folder.name}'"]
-    yield from found
+        counts = np.asarray(multihost_utils.process_allgather(np.int32(len(results))))
+        if not results and counts.any():
+            results = [
+                f"process {int(np.argmax(counts > 0))} found damaged files of '{folder.name}'"
+            ]
+    yield from results
 
 
 def _problem(form: tuple[int, int] | None, wanted: list[int]) -> str | None:
@@ -99,10 +101,10 @@ def _parts(folder: "epath.Path") -> list[str]:
 
 
 def _read(folder: "epath.Path", name: str) -> dict[str, list[int]]:
-    found = json.loads((folder / name).read_text())
-    if FORM not in found:
+    result = json.loads((folder / name).read_text())
+    if FORM not in result:
         raise ValueError(f"'{folder.name}/{name}' has no checksums of the form '{FORM}'")
-    return found[FORM]
+    return result[FORM]
 
 
 def _files(folder: "epath.Path") -> list[str]:

@@ -86,9 +86,9 @@ def _free_name(slot: str, taken: Mapping[str, Any]) -> str:
 def _described(decision: context.Decision) -> dict[str, Any]:
     if decision.slot == "correction":
         return {"split": decision.form}
-    found: dict[str, Any] = {"codec": None}
+    results: dict[str, Any] = {"codec": None}
     if decision.codec is not None:
-        found = {
+        results = {
             "codec": decision.codec.name,
             "scale": decision.codec.scale.name,
             "group_size": decision.group_size,
@@ -97,10 +97,10 @@ def _described(decision: context.Decision) -> dict[str, Any]:
     if decision.block is not None:
         block = decision.block
         heads = list(block.heads) if block.heads else None
-        found["block"] = {"axes": list(block.axes), "heads": heads}
+        results["block"] = {"axes": list(block.axes), "heads": heads}
         if len(block.parts) > 1:
-            found["block"]["rows_and_columns"] = True
-    return found
+            results["block"]["rows_and_columns"] = True
+    return results
 
 
 # ---- comparison ----------------------------------------------------------------------------------

@@ -168,9 +168,9 @@ def remove_temporary(path: StrPath) -> None:
 
 def check_arrays(manager: "ocp.CheckpointManager", step: int, wanted: Mapping[str, object]) -> None:
     """Raise if a stored array has another dtype or shape, which Orbax would cast or pad."""
-    found = _stored(manager, step)
+    result = _stored(manager, step)
     for name, target in wanted.items():
-        stored = getattr(found[name], "tree", found[name]) if name in found else None
+        stored = getattr(result[name], "tree", result[name]) if name in result else None
         if stored is None:  # a manager without these handlers has no metadata
             continue
         on_disk: Forms = {
@@ -188,8 +188,8 @@ def read(
 ) -> dict[str, Any]:
     """Read items of a step, given their `ocp.args` by name."""
     with _reading(manager, step, items):
-        found = manager.restore(step, args=orbax().args.Composite(**items))
-        return jax.block_until_ready(dict(found.items()))
+        result = manager.restore(step, args=orbax().args.Composite(**items))
+        return jax.block_until_ready(dict(result.items()))
 
 
 @contextlib.contextmanager

@@ -92,10 +92,10 @@ def _of_engine(engine: Engine) -> optax.GradientTransformation:
     if not _decays(engine):
         return make(rate, **own)
     decay: dict[str, Any] = {"weight_decay": strength, "mask": engine.decay_mask}
-    taken = record.chosen(decay, make)
-    if not taken:
+    selected = record.chosen(decay, make)
+    if not selected:
         return optax.chain(optax.add_decayed_weights(**decay), make(rate))
-    return make(rate, **taken, **own)
+    return make(rate, **selected, **own)
 
 
 def counterpart_name(tx: optax.GradientTransformation) -> str:
@@ -203,15 +203,15 @@ class Converter(abc.ABC):
 
     def _fields(self, ours: optax.OptState, plain: optax.OptState, where: str) -> Any:
         made, of = self.choose(ours, plain)
-        found = {}
+        results = {}
         for name in ours._fields:
             if name in _BY_NAME:
                 more = getattr(of, name)
-                found[name] = {k: more.get(k, value) for k, value in getattr(made, name).items()}
+                results[name] = {k: more.get(k, value) for k, value in getattr(made, name).items()}
             else:
                 pair = getattr(ours, name), getattr(plain, name)
-                found[name] = self.walk(*pair, f"{where}.{name}")
-        return made._replace(**found)
+                results[name] = self.walk(*pair, f"{where}.{name}")
+        return made._replace(**results)
 
     def _parts(self, ours: tuple[Any, ...], plain: tuple[Any, ...], where: str) -> tuple[Any, ...]:
         """Convert the links of two chains; one of `ours` may correspond to several of `plain`."""
@@ -222,12 +222,12 @@ class Converter(abc.ABC):
         made: list[Any] = []
         rest = list(plain)
         for index, part in enumerate(ours):
-            taken = more + 1 if more and index == fused[0] else 1
-            several, rest = tuple(rest[:taken]), rest[taken:]
-            beside = several if taken > 1 else several[0]
-            found = self.walk(part, beside, f"{where}[{index}]")
-            spliced = taken > 1 and self.choose(part, beside)[0] is beside
-            made.extend(found) if spliced else made.append(found)
+            selected = more + 1 if more and index == fused[0] else 1
+            several, rest = tuple(rest[:selected]), rest[selected:]
+            beside = several if selected > 1 else several[0]
+            result = self.walk(part, beside, f"{where}[{index}]")
+            spliced = selected > 1 and self.choose(part, beside)[0] is beside
+            made.extend(result) if spliced else made.append(result)
         return tuple(made)
 
 
@@ -306,11 +306,11 @@ def map_optax(
 
 def _by_state(names: Iterable[str]) -> str:
     """Return fields as text, by their state: `mu, nu of one ScaleByAdamState`."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for name in names:
         state, _, field = name.rpartition(".")
-        found.setdefault(state, []).append(field)
-    return " and ".join(f"{', '.join(fields)} of one {state}" for state, fields in found.items())
+        results.setdefault(state, []).append(field)
+    return " and ".join(f"{', '.join(fields)} of one {state}" for state, fields in results.items())
 
 
 def _is_state(node: Any) -> bool:
@@ -654,8 +654,8 @@ def to_optax(
     _, decisions = context.dry_run(tx, params)
     chosen = counterpart(tx, params) if plain is None else plain
     abstract = jax.eval_shape(chosen.init, masters)
-    found = _Decoder(decisions).walk(state, abstract)
-    return masters, _filled(found, chosen, masters)
+    result = _Decoder(decisions).walk(state, abstract)
+    return masters, _filled(result, chosen, masters)
 
 
 def _filled(
@@ -681,11 +681,11 @@ class _Decoder(Converter):
     def moments(
         self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
     ) -> Any:
-        found: dict[str, dict[str, Any]] = {slot: {} for slot in record.optax_fields}
+        results: dict[str, dict[str, Any]] = {slot: {} for slot in record.optax_fields}
 
         def field_of(slot: str, like: optax.Params) -> Any:
             wanted = dict(trees.named_leaves(like))
-            found[slot].update(wanted)
+            results[slot].update(wanted)
             tree, scales_of = getattr(ours, slot), jax.tree.leaves(getattr(ours, f"{slot}_scale"))
             _, in_packs = packs.layout(tree)
             stored = []
@@ -706,7 +706,7 @@ class _Decoder(Converter):
             plain, record.optax_fields, field_of, lambda *_: jnp.asarray(ours.count), where,
             record.optax_constants,
         )  # fmt: skip
-        for slot, wanted in found.items():
+        for slot, wanted in results.items():
             check_paths(slot, wanted, self.decisions.paths(slot), f"{where}.{slot}")
         return made
 

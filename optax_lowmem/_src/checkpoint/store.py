@@ -125,15 +125,15 @@ def _as_parameters(
         if p is not None and p.shape == d.shape:
             shape = d.codec.storage(d.shape, d.group_size).codes.shape
             narrow[d.path, shape] = beside(d.path, d.shape, p.sharding, shape, (d.group_size,))
-    found = []
+    results = []
     for path, leaf in trees.named_leaves(state):
         parts = path.split("/")
         names = ["/".join(parts[at:]) for at in range(len(parts))]
         owners = (known.get(name) for name in names)
         owner = next((p for p in owners if p is not None and p.shape == leaf.shape), None)
         of_codes = (narrow[name, leaf.shape] for name in names if (name, leaf.shape) in narrow)
-        found.append(next(of_codes, here) if owner is None else owner.sharding)
-    return found
+        results.append(next(of_codes, here) if owner is None else owner.sharding)
+    return results
 
 
 def _everywhere(sharding: Sharding) -> Sharding:
@@ -381,6 +381,6 @@ def restore_from(
     stored = {n: tree for n, t in wanted.items() if (tree := packed(t)) is not None}
     files.check_arrays(manager, step, stored)
     items = {name: ocp.args.StandardRestore(target) for name, target in stored.items()}
-    found = files.read(manager, step, items) if items else {}
-    params, state = (unpacked(found.get(name), target) for name, target in wanted.items())
+    result = files.read(manager, step, items) if items else {}
+    params, state = (unpacked(result.get(name), target) for name, target in wanted.items())
     return params, state

@@ -122,9 +122,9 @@ def _encode_anywhere(
 ) -> tuple[jax.Array, jax.Array]:
     """Run `encode_plain`; on Explicit axes, shard codes and scales as in an optimizer's state."""
     forms = codec.storage(x.shape, group_size)
-    lies = tuple(explicit.of_state(slot, x, form.shape, group_size) for form in forms)
+    shardings = tuple(explicit.of_state(slot, x, form.shape, group_size) for form in forms)
     encode = functools.partial(_with_key, codec, group_size, slot)
-    return explicit.left_to_xla(encode, lies, x, key)
+    return explicit.left_to_xla(encode, shardings, x, key)
 
 
 def _with_key(codec: GroupCodec, group_size: int, slot: str, x: Any, key: Any) -> Any:
@@ -139,8 +139,8 @@ def _decode_anywhere(
     def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
         return decode_plain(codec, codes, scales, group_size, length)
 
-    lies = explicit.of_values(codes, length)
-    return explicit.left_to_xla(decode, lies, codes, scales)
+    shardings = explicit.of_values(codes, length)
+    return explicit.left_to_xla(decode, shardings, codes, scales)
 
 
 def encode(

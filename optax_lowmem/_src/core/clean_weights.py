@@ -35,20 +35,20 @@ def clean_params(params: optax.Params, state: optax.OptState) -> Any:
       >>> bool((sampled == 1).all()), bool((clean == 1).all())
       (False, True)
     """
-    found: dict[str, jax.Array] = {}
+    results: dict[str, jax.Array] = {}
     leaves = trees.named_leaves(params)
     shapes = {path: jnp.shape(leaf) for path, leaf in leaves}
     for own in trees.states_with(state, FIELD, trees.is_ours):
         for path, clean in trees.named_leaves(own.clean):
             if clean.ndim == 0 or shapes.get(path) != clean.shape:
                 continue
-            if path in found:
+            if path in results:
                 raise ValueError(
                     f"leaf '{path}' has two clean weights in this state: two transformations add "
                     "noise to it. Keep one."
                 )
-            found[path] = clean
-    if not found:
+            results[path] = clean
+    if not results:
         return params
-    taken = [found.get(path, leaf) for path, leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(params), taken)
+    selected = [results.get(path, leaf) for path, leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(params), selected)

@@ -224,7 +224,7 @@ def joining(
     if masters is None:
         yield
         return
-    corrections, taken = dict(masters.corrections), list(masters.taken)
+    corrections, selected = dict(masters.corrections), list(masters.taken)
     for name, leaves in packs.items():
         own = [provided_correction(leaf) for leaf in leaves]
         for leaf in leaves:
@@ -232,7 +232,7 @@ def joining(
         kept = [correction for correction in own if correction is not None]
         if len(kept) == len(leaves):
             corrections[name] = join(kept)
-    with providing(dataclasses.replace(masters, corrections=corrections, taken=taken)) as inner:
+    with providing(dataclasses.replace(masters, corrections=corrections, taken=selected)) as inner:
         yield
     masters.taken += [path for path in inner.taken if path not in masters.taken]
 

@@ -197,8 +197,8 @@ def of_parameters(params: optax.Params, shardings: object) -> list[Sharding]:
       ValueError: if the trees have different structures.
     """
     names = [name for name, _ in trees.named_leaves(params)]
-    found = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=_is_sharding)
-    other = [trees.path_name(path) for path, _ in found]
+    result = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=_is_sharding)
+    other = [trees.path_name(path) for path, _ in result]
     if other != names:
         missing = [name for name in names if name not in other]
         extra = [name for name in other if name not in names]
@@ -206,7 +206,7 @@ def of_parameters(params: optax.Params, shardings: object) -> list[Sharding]:
             "the shardings do not have the structure of the parameters: missing "
             f"{missing[:3]}, extra {extra[:3]}. Give one for each; None means replicated."
         )
-    return [sharding for _, sharding in found]
+    return [sharding for _, sharding in result]
 
 
 def placements(params: optax.Params, shardings: object, mesh: Mesh | None) -> dict[str, Placement]:

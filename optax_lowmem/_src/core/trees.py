@@ -295,8 +295,8 @@ def states_with(
       field: name of the field.
       test: `is_ours` for a field of ours, since a NamedTuple of weights may have the same field.
     """
-    found = jax.tree.leaves(state, is_leaf=lambda n: test(n) and field in n._fields)
-    for node in found:
+    result = jax.tree.leaves(state, is_leaf=lambda n: test(n) and field in n._fields)
+    for node in result:
         if test(node):
             yield node
             for name in node._fields:

@@ -126,7 +126,7 @@ def rms(
         raise ValueError(f"sample must be a number of elements, at least 1, got {sample!r}")
     moments, scales = _moments(state), _scales(state)
     named = [(path, g) for path, g in trees.named_leaves(gradients) if path in moments and g.size]
-    found = {}
+    results = {}
     for path, g in chosen(named, leaves):
         nu, count = moments[path]
         nu, stored = _checked(path, g, nu, scales.get(path), storage)
@@ -136,8 +136,8 @@ def rms(
         u = numerics.widen(nu)
         if count is not None:
             u /= decay_at("b2", b2, count - 1).correction
-        found[path] = rms_of_ratio(numerics.widen(g), u, as_f32("eps", eps))
-    return found
+        results[path] = rms_of_ratio(numerics.widen(g), u, as_f32("eps", eps))
+    return results
 
 
 def _moments(state: optax.OptState) -> dict[str, Moment]:

@@ -353,10 +353,11 @@ def predicted(
     if lead < 1:
         raise ValueError(f"lead must be a number of steps, at least 1, got {lead!r}")
     loss_steps, rms_steps = (np.asarray(s, np.int64).reshape(-1) for s in (losses, rms))
-    for name, found in (("losses", loss_steps), ("rms", rms_steps)):
-        if found.size and not ignore <= found.min() <= found.max() < steps:
+    for name, result in (("losses", loss_steps), ("rms", rms_steps)):
+        if result.size and not ignore <= result.min() <= result.max() < steps:
             raise ValueError(
-                f"{name} must be steps in [{ignore}, {steps}), got {found.min()} to {found.max()}: "
+                f"{name} must be steps in [{ignore}, {steps}), got {result.min()} to "
+                f"{result.max()}: "
                 "pass the results of loss_spikes and rms_spikes, and their `ignore`."
             )
     follows_rms = np.zeros(steps + lead, bool)

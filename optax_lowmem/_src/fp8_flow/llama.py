@@ -282,8 +282,8 @@ class _Given:
 
 def _given(maxima: OfWeights, codes: OfWeights, part: str, name: str, layer: Layer) -> Any:
     given = {"absmax": maxima, "codes": codes}
-    found = {key: own[part][name] for key, own in given.items() if own is not None}
-    return _Given(layer, **found) if found and getattr(layer, "takes_codes", False) else layer
+    results = {key: own[part][name] for key, own in given.items() if own is not None}
+    return _Given(layer, **results) if results and getattr(layer, "takes_codes", False) else layer
 
 
 def weight_maxima(params: optax.Params) -> dict[str, dict[str, jax.Array]]:

@@ -35,9 +35,9 @@ def with_fallback(
     types: list[Any] = []  # filled with one item, the types of the kernel's results
 
     def first(*args: Any) -> Any:
-        found = kernel(*args)
-        types[:] = [jax.tree.map(jax.typeof, found)]
-        return found
+        result = kernel(*args)
+        types[:] = [jax.tree.map(jax.typeof, result)]
+        return result
 
     def second(*args: Any) -> Any:
         if not types:  # called without a trace
@@ -46,12 +46,12 @@ def with_fallback(
         wanted, structure = jax.tree.flatten(types[0])
 
         def flat(*leaves: Any) -> list[jax.Array]:
-            found = plain(*jax.tree.unflatten(treedef, leaves))
-            _check(jax.tree.map(jax.typeof, found), types[0])
-            return jax.tree.leaves(found)
+            result = plain(*jax.tree.unflatten(treedef, leaves))
+            _check(jax.tree.map(jax.typeof, result), types[0])
+            return jax.tree.leaves(result)
 
-        found = _fallback.bind(*leaves, function=flat, types=tuple(wanted))
-        return jax.tree.unflatten(structure, found)
+        result = _fallback.bind(*leaves, function=flat, types=tuple(wanted))
+        return jax.tree.unflatten(structure, result)
 
     return jax.lax.platform_dependent(*args, default=second, **{name: first})
 
@@ -70,8 +70,8 @@ def _call(*args: Any, function: _Fallback, types: tuple[Any, ...]) -> list[jax.A
 def _batched(
     args: Sequence[Any], axes: Sequence[int | None], function: _Fallback, types: tuple[Any, ...]
 ) -> tuple[list[jax.Array], list[int]]:
-    found = jax.vmap(function, in_axes=tuple(axes))(*args)
-    return found, [0] * len(found)
+    result = jax.vmap(function, in_axes=tuple(axes))(*args)
+    return result, [0] * len(result)
 
 
 def _derivative(

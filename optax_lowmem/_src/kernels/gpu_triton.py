@@ -233,7 +233,7 @@ def launch(
     def kernel(parameters: tuple[str, ...], _: tuple[str, ...]) -> Any:
         return _compiled(source(body, name, parameters, [*operands, *results]), name)
 
-    found = jax_triton_call.call(
+    result = jax_triton_call.call(
         kernel,
         names,
         [_as_held(x) for x in operands],
@@ -245,5 +245,5 @@ def launch(
     )
     return [
         x if x.dtype == like.dtype else lax.bitcast_convert_type(x, like.dtype)
-        for x, like in zip(found, results, strict=True)
+        for x, like in zip(result, results, strict=True)
     ]

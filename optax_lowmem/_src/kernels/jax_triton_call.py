@@ -61,7 +61,7 @@ def call(
     def call_04(*operands: jax.Array) -> list[jax.Array]:
         new = [j for j in range(len(outputs)) if j not in owner]
         refs = {i: jax.new_ref(operands[i]) for i in in_place}
-        found = triton_call(
+        outcome = triton_call(
             *(refs.get(i, x) for i, x in enumerate(operands)),
             kernel=kernel((*names, *(results[j] for j in new)), results),
             out_type=[outputs[j] for j in new],
@@ -69,9 +69,9 @@ def call(
             **options,
         )
         written = {in_place[i]: jax.freeze(ref) for i, ref in refs.items()}
-        written.update(zip(new, found, strict=True))
+        written.update(zip(new, outcome, strict=True))
         return [written[j] for j in range(len(outputs))]
 
     newer = "out_type" in inspect.signature(triton_call).parameters
-    found = _one_by_one(call_04 if newer else call_03)(*operands)
-    return list(map(varying.over, found, map(varying.axes_of, outputs)))  # jax_triton drops them
+    outcome = _one_by_one(call_04 if newer else call_03)(*operands)
+    return list(map(varying.over, outcome, map(varying.axes_of, outputs)))  # jax_triton drops them

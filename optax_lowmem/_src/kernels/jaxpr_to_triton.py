@@ -190,10 +190,10 @@ class Operation:
 
     def reduce(self) -> str:
         """Return a reduction over axes, the last one first."""
-        (found,) = self.operands
+        (result,) = self.operands
         for axis in sorted(self.params["axes"], reverse=True):
-            found = f"{_REDUCTIONS[self.name]}({found}, axis={axis})"
-        return found
+            result = f"{_REDUCTIONS[self.name]}({result}, axis={axis})"
+        return result
 
     def transpose(self) -> str:
         """Return the transpose of a matrix."""
@@ -298,9 +298,9 @@ def missing(closed: Any) -> str | None:
         return f"a constant array of shape {shapes[0]}"
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
-        found = missing(_inner(eqn)) if name in _INLINED else None
-        if found is not None or (name not in _INLINED and name not in FORMS):
-            return found or name
+        result = missing(_inner(eqn)) if name in _INLINED else None
+        if result is not None or (name not in _INLINED and name not in FORMS):
+            return result or name
     return None
 
 

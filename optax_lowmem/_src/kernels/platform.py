@@ -97,10 +97,10 @@ def target(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> str | N
     `jax.default_device`. Single-device shardings, and `in_shardings` of a jit alone, are not
     visible while JAX traces. The tracing machine is ignored: it need not run the computation.
     """
-    found = [mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh] if mesh is not None else []
+    result = [mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh] if mesh is not None else []
     if isinstance(x, jax.Array):
-        found.append(jax.typeof(x).sharding.mesh)
-    for one in (*found, jax.sharding.get_abstract_mesh()):
+        result.append(jax.typeof(x).sharding.mesh)
+    for one in (*result, jax.sharding.get_abstract_mesh()):
         if one.abstract_device is not None:
             return _platform_of(one.abstract_device)
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
@@ -167,10 +167,10 @@ def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -
 @functools.cache
 def not_hopper_reason() -> str | None:
     """Return the reason why kernels for Hopper's tensor cores cannot be used, or None."""
-    found = getattr(jax.local_devices()[0], "compute_capability", None)
-    if found == _HOPPER:
+    result = getattr(jax.local_devices()[0], "compute_capability", None)
+    if result == _HOPPER:
         return None
-    return f"the kernel is for compute capability {_HOPPER} (Hopper), not {found}"
+    return f"the kernel is for compute capability {_HOPPER} (Hopper), not {result}"
 
 
 def multiprocessors() -> int:
@@ -212,8 +212,8 @@ def no_backend_reason(name: str | None = None) -> str | None:
 @functools.cache
 def has_fp8_conversions() -> bool:
     """Return whether this machine's GPU converts to and from E4M3; True without a GPU."""
-    found = getattr(jax.local_devices()[0], "compute_capability", None)
-    return found is None or float(found) >= _CONVERTS_FP8
+    result = getattr(jax.local_devices()[0], "compute_capability", None)
+    return result is None or float(result) >= _CONVERTS_FP8
 
 
 @functools.cache

@@ -52,10 +52,10 @@ def pick(pointers, number, LOW: tl.constexpr, HIGH: tl.constexpr):
     else:
         MIDDLE: tl.constexpr = (LOW + HIGH) // 2
         if number < MIDDLE:
-            found = pick(pointers, number, LOW, MIDDLE)
+            result = pick(pointers, number, LOW, MIDDLE)
         else:
-            found = pick(pointers, number, MIDDLE, HIGH)
-        return found
+            result = pick(pointers, number, MIDDLE, HIGH)
+        return result
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------

@@ -74,10 +74,10 @@ class ActivationReport:
     @property
     def by_operation(self) -> dict[str, int]:
         """Return the bytes of activations by operation, in order."""
-        found: dict[str, int] = {}
+        results: dict[str, int] = {}
         for one in self.activations:
-            found[one.operation] = found.get(one.operation, 0) + one.bytes
-        return found
+            results[one.operation] = results.get(one.operation, 0) + one.bytes
+        return results
 
     def __str__(self) -> str:
         """Return a table by operation and array."""
@@ -198,9 +198,9 @@ def _called(eqn: JaxprEqn) -> Jaxpr | None:
 
 def _flow(jaxpr: Jaxpr, active: Sequence[bool]) -> dict[Var, bool]:
     """Return for each variable whether it depends on the active inputs."""
-    found = dict(zip(jaxpr.invars, active, strict=True))
+    result = dict(zip(jaxpr.invars, active, strict=True))
     for eqn in jaxpr.eqns:
-        given = [isinstance(atom, Var) and found.get(atom, False) for atom in eqn.invars]
+        given = [isinstance(atom, Var) and result.get(atom, False) for atom in eqn.invars]
         inner = _called(eqn)
         if inner is None:
             results = [any(given)] * len(eqn.outvars)
@@ -208,13 +208,13 @@ def _flow(jaxpr: Jaxpr, active: Sequence[bool]) -> dict[Var, bool]:
             results = _flow_of_scan(eqn, inner, given)
         else:
             results = _results(inner, given)
-        found |= dict(zip(eqn.outvars, results, strict=True))
-    return found
+        result |= dict(zip(eqn.outvars, results, strict=True))
+    return result
 
 
 def _results(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
-    found = _flow(jaxpr, given)
-    return [isinstance(atom, Var) and found.get(atom, False) for atom in jaxpr.outvars]
+    result = _flow(jaxpr, given)
+    return [isinstance(atom, Var) and result.get(atom, False) for atom in jaxpr.outvars]
 
 
 def _flow_of_scan(eqn: JaxprEqn, inner: Jaxpr, given: list[bool]) -> list[bool]:

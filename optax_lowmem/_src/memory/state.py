@@ -126,11 +126,11 @@ def report(
     name = None
     if baseline is None:
         name, baseline = _counterpart(tx, params)
-    found = _report(tx, params)
+    result = _report(tx, params)
     if baseline is None:
-        return found
+        return result
     plain = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
-    return dataclasses.replace(found, baseline=_report(baseline, plain), counterpart=name)
+    return dataclasses.replace(result, baseline=_report(baseline, plain), counterpart=name)
 
 
 def _counterpart(tx: Any, params: Any) -> tuple[str | None, Any]:

@@ -188,8 +188,8 @@ def _laid_out(
     place = context.placement(path) if path is not None else None
     place = place or explicit.placement_of(path or "a sampled weight", first)
     if place is None or not whole_blocks(place, first.shape):
-        lies = (explicit.sharding_of(first), None) if results == 2 else None
-        return explicit.left_to_xla(run, lies, *arrays, key)
+        shardings = (explicit.sharding_of(first), None) if results == 2 else None
+        return explicit.left_to_xla(run, shardings, *arrays, key)
     local, of_part = place.local(first.shape), place
     sizes = [*local[:-2], local[-2] // EIGHT, local[-1]]
 
@@ -257,8 +257,8 @@ def sample(
             return plain(w, correction, factor, key)
         return _either("sample", plain, w, correction, factor, key)
 
-    found: tuple[jax.Array, jax.Array] = _laid_out(run, path, [w, correction, factor], key, 2)
-    return explicit.laid_like(found, (w, factor))
+    results: tuple[jax.Array, jax.Array] = _laid_out(run, path, [w, correction, factor], key, 2)
+    return explicit.laid_like(results, (w, factor))
 
 
 def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = None) -> jax.Array:

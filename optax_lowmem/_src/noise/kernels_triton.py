@@ -239,8 +239,8 @@ def noise_sums(
     out = result_like(g, (rows.shape[0], *blocks[-2:]), jnp.dtype(jnp.float32))
     body = functools.partial(_sums_body, noise)
     operands = key.reshape(-1), rows
-    (found,) = _call(body, "noise_sums", g.shape, [out], strip, backend, *operands)
-    return found.reshape(blocks)
+    (result,) = _call(body, "noise_sums", g.shape, [out], strip, backend, *operands)
+    return result.reshape(blocks)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "noise", "dtype", "strip", "backend"))
@@ -256,8 +256,8 @@ def noise_of(
     own = (math.prod(shape[:-2]), *shape[-2:])
     body = functools.partial(_noise_body, noise, False)
     out = result_like(key, own, dtype)
-    (found,) = _call(body, "noise", shape, [out], strip, backend, key.reshape(-1))
-    return found.reshape(shape)
+    (result,) = _call(body, "noise", shape, [out], strip, backend, key.reshape(-1))
+    return result.reshape(shape)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "strip", "backend"))
@@ -272,5 +272,5 @@ def packed_noise(
     own = (math.prod(shape[:-2]), *words[-2:])
     body = functools.partial(_noise_body, GAUSSWS, True)
     out = result_like(key, own, jnp.dtype(jnp.uint32))
-    (found,) = _call(body, "packed_noise", shape, [out], strip, backend, key.reshape(-1))
-    return found.reshape(words)
+    (result,) = _call(body, "packed_noise", shape, [out], strip, backend, key.reshape(-1))
+    return result.reshape(words)

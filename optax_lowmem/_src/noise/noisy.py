@@ -161,11 +161,13 @@ class Noisy:
         """Add the noise of step 0: pass noisy weights to `lowmem.init`, return their state."""
         rows = self._leaves(params, state)
         weights = _merged(params, state.clean, [row.sampled for row in rows])
-        found = self._sampled(rows, weights, state)
-        for row, (weight, _) in zip(rows, found, strict=True):
+        result = self._sampled(rows, weights, state)
+        for row, (weight, _) in zip(rows, result, strict=True):
             if row.sampled:
                 context.hand_sampled(row.path, weight)
-        return state._replace(scale=array_metadata.like(params, [s for _, s in found], state.scale))
+        return state._replace(
+            scale=array_metadata.like(params, [s for _, s in result], state.scale)
+        )
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -237,14 +239,14 @@ class Noisy:
             count=count, bits=bits, bits_state=bits_state,
             inner_state=trees.keep_dtypes(state.inner_state, inner, given),
         )  # fmt: skip
-        found = self._sampled(rows, weights, state)
+        result = self._sampled(rows, weights, state)
         own = zip(rows, jax.tree.leaves(weights), strict=True)
         kept = [w if row.sampled else row.clean for row, w in own]
         state = state._replace(
             clean=array_metadata.like(params, kept, state.clean),
-            scale=array_metadata.like(params, [s for _, s in found], state.scale),
+            scale=array_metadata.like(params, [s for _, s in result], state.scale),
         )
-        new = jax.tree.unflatten(jax.tree.structure(params), [w for w, _ in found])
+        new = jax.tree.unflatten(jax.tree.structure(params), [w for w, _ in result])
         return new, state
 
     def _leaves(self, params: optax.Params, state: GaussWSState) -> list[_Leaf]:
@@ -281,10 +283,10 @@ class Noisy:
         run = _bits_gradients if context.is_placing() else compiled(_bits_gradients)
         small = [row._replace(param=None, clean=None) for row in rows]
         span = self.bits_init, self.bits_target
-        found = run(
+        result = run(
             self.noise, span, self.bits_loss, small, gradients, state.seed, state.count, factor
         )
-        given = array_metadata.like(params, found, state.bits)
+        given = array_metadata.like(params, result, state.bits)
         steps, bits_state = self.bits_optimizer.update(given, state.bits_state, state.bits)
         bits = optax.apply_updates(state.bits, steps)
         return optax.safe_increment(state.count), bits, bits_state
@@ -329,17 +331,17 @@ def _bits_gradients(
     blocks = sum(row.bits.size for row in rows if row.sampled)
     pull = as_f32("bits_loss", bits_loss) / max(blocks, 1)
     keys = random.leaf_keys(seed, count, [row.path for row in rows])
-    found = []
+    results = []
     for row, g, key in zip(rows, gradients, keys, strict=True):
         if not row.sampled:
-            found.append(jnp.zeros_like(row.bits))
+            results.append(jnp.zeros_like(row.bits))
             continue
         of_bits = bits_gradient(g, row.scale, key, noise, row.path)
         if factor is not None:
             of_bits = of_bits * factor
         away = bitwidth(row.bits, *span) - span[1]
-        found.append(jnp.float32(span[0] - span[1]) * (of_bits + pull * jnp.sign(away)))
-    return found
+        results.append(jnp.float32(span[0] - span[1]) * (of_bits + pull * jnp.sign(away)))
+    return results
 
 
 def _samples(
@@ -358,12 +360,12 @@ def _samples(
       seed: seed of the hash.
       count: number of steps.
     """
-    found = []
+    results = []
     keys = random.leaf_keys(seed, count, [path for path, *_ in rows])
     for (path, w, correction, b, to, dtype), key in zip(rows, keys, strict=True):
         factor = factor_of(bitwidth(b, *span))
-        found.append(kernels.sample(w, correction, factor, key, noise, to, dtype, path))
-    return found
+        results.append(kernels.sample(w, correction, factor, key, noise, to, dtype, path))
+    return results
 
 
 def _merged(params: optax.Params, clean: optax.Params, chosen: list[bool]) -> Any:
@@ -479,14 +481,14 @@ def _bits(name: str, value: float) -> float:
 
 
 def _scaled(compute: str | None) -> formats.Scaled | None:
-    found = None if compute is None else formats.format_of(compute)
-    if found is not None and not isinstance(found, formats.Scaled):
+    result = None if compute is None else formats.format_of(compute)
+    if result is not None and not isinstance(result, formats.Scaled):
         names = [n for n, f in formats.FORMATS.items() if isinstance(f, formats.Scaled)]
         raise ValueError(
             f"compute={compute!r}: pass one of {', '.join(names)}, or None for the parameters' "
             "dtype."
         )
-    return found
+    return result
 
 
 def _clean_dtype(dtype: DTypeLike | None) -> Any:

@@ -34,15 +34,15 @@ def bitwidths(state: optax.OptState) -> dict[str, jax.Array]:
       >>> gaussws.bitwidths(tx.init({"w": jnp.ones((64, 40))}))["w"].tolist()
       [[6.0, 6.0], [6.0, 6.0]]
     """
-    found = {
+    results = {
         path: bitwidth(b, *own.bits_range)
         for own in trees.states_with(state, FIELD, trees.is_ours)
         for path, b in trees.named_leaves(own.bits)
         if b.ndim
     }
-    if not found:
+    if not results:
         raise ValueError("the state holds no bitwidths: its optimizer has no gaussws_noise")
-    return found
+    return results
 
 
 # ---- tables --------------------------------------------------------------------------------------

@@ -45,12 +45,12 @@ def completed(text: str, names: Iterable[str]) -> str:
     Raises:
       KeyError: for a parameter that neither the docstring nor `COMMON` describes.
     """
-    found = _ARGS.search(text)
-    start = found or _AFTER.search(text)
-    entries = {entry[1]: entry[0] for entry in _ENTRY.finditer(found[1] if found else "")}
+    result = _ARGS.search(text)
+    start = result or _AFTER.search(text)
+    entries = {entry[1]: entry[0] for entry in _ENTRY.finditer(result[1] if result else "")}
     lines = (entries.get(name) or _line(name) for name in names)
     at = start.start() if start else len(text)
-    end = found.end() if found else at
+    end = result.end() if result else at
     return f"{text[:at]}Args:\n{''.join(lines)}\n{text[end:]}"
 
 

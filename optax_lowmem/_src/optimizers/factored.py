@@ -90,17 +90,17 @@ class Factorable:
             return
         shapes = {path: tuple(leaf.shape) for path, leaf in trees.named_leaves(params)}
         shorter = {path: sorted(shape)[-2] for path, shape in shapes.items() if len(shape) > 1}
-        found = [
+        results = [
             path
             for path, size in shorter.items()
             if _SHORT <= size < _LEAST and math.prod(shapes[path]) > _LARGE
         ]
-        share = sum(math.prod(shapes[path]) for path in found)
+        share = sum(math.prod(shapes[path]) for path in results)
         if share > _SHARE * sum(map(math.prod, shapes.values())):
-            size = min(shorter[path] for path in found)
+            size = min(shorter[path] for path in results)
             warnings.warn(
-                f"'{found[0]}'{f' and {len(found) - 1} more' if found[1:] else ''} of shape "
-                f"{shapes[found[0]]} keeps a second moment per element, 4 bytes per parameter: "
+                f"'{results[0]}'{f' and {len(results) - 1} more' if results[1:] else ''} of shape "
+                f"{shapes[results[0]]} keeps a second moment per element, 4 bytes per parameter: "
                 f"fewer than two of its axes have size {_LEAST} or more. "
                 f"min_dim_size_to_factor={size} keeps means of rows and columns instead, "
                 f"{_LEAST} silences this warning.",

@@ -193,8 +193,8 @@ def _coefficients(ns_coeffs: Any, ns_steps: int) -> Coefficients:
     try:
         rows = [row if isinstance(row, Sequence) else (row,) for row in given]
         flat = len(rows) == 3 and all(len(row) == 1 for row in rows)
-        found = [tuple(float(row[0]) for row in rows)] if flat else rows
-        numbers = [tuple(map(float, row)) for row in found]
+        result = [tuple(float(row[0]) for row in rows)] if flat else rows
+        numbers = [tuple(map(float, row)) for row in result]
     except TypeError as error:
         raise TypeError(
             f"ns_coeffs takes three numbers, or three for each iteration, got {ns_coeffs!r}"

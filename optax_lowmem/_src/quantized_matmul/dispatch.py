@@ -117,8 +117,8 @@ def multiply(
 
     def kernel(a: Quantized, b: Quantized) -> jax.Array:
         rows = Quantized(*(x.reshape(-1, x.shape[-1]) for x in a))
-        found = mosaic.multiply(rows, b, dtype)
-        return found.reshape(*a.codes.shape[:-1], b.codes.shape[0])
+        result = mosaic.multiply(rows, b, dtype)
+        return result.reshape(*a.codes.shape[:-1], b.codes.shape[0])
 
     return platform.on_cuda(kernel, plain, a, b)
 

@@ -135,11 +135,11 @@ def _body(a: jax.Ref, b: jax.Ref, of_a: jax.Ref, of_b: jax.Ref, out: jax.Ref) ->
                 @functools.partial(pl.run_scoped, sums=plgpu.ACC((TILE, TILE), kind))
                 def _(sums: jax.Ref) -> None:
                     run(sums)
-                    found = sums[...].astype(jnp.float32)
+                    result = sums[...].astype(jnp.float32)
                     # in the order of `multiply_plain`
-                    found = _scaled(_scaled(found, of_columns, 1), of_rows, 0)
+                    result = _scaled(_scaled(result, of_columns, 1), of_rows, 0)
                     place = out.at[part].at[:, own]
-                    _store(found.astype(out.dtype), buffers.at[group], place)
+                    _store(result.astype(out.dtype), buffers.at[group], place)
 
             step = functools.partial(_multiply_step, own)
             pipeline(step, around)(a.at[part[0]], b.at[part[1]], allocations=shared)
@@ -178,5 +178,5 @@ def multiply(a: Quantized, b: Quantized, dtype: jnp.dtype, interpret: Any = None
         kernel_name="quantized_product",
         interpret=interpret,
     )
-    found = kernel(a.codes, b.codes, _padded_scales(a, TILE), _padded_scales(b, COLUMNS))
-    return varying.over(found, varying.axes_of(a, b))  # `plgpu.kernel` drops the varying axes
+    result = kernel(a.codes, b.codes, _padded_scales(a, TILE), _padded_scales(b, COLUMNS))
+    return varying.over(result, varying.axes_of(a, b))  # `plgpu.kernel` drops the varying axes

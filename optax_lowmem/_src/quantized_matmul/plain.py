@@ -168,7 +168,7 @@ def multiply_plain(
         )
     dims = ((axes[0], axes[1]), ((), ()))
     kind = jnp.int32 if integer else jnp.float32
-    found = lax.dot_general(
+    result = lax.dot_general(
         a.codes, b.codes, dims, preferred_element_type=kind, out_sharding=sharding
     )
     of_a, of_b = (jnp.squeeze(x.scales, own) for x, own in zip((a, b), axes, strict=True))
@@ -176,4 +176,4 @@ def multiply_plain(
     of_a = jnp.expand_dims(of_a, tuple(range(rank_a, rank_a + rank_b)))
     of_b = jnp.expand_dims(of_b, tuple(range(rank_a)))
     # the weight's scale first: sums times an activation's can overflow f32 when the result does not
-    return (found.astype(jnp.float32) * of_b * of_a).astype(dtype)
+    return (result.astype(jnp.float32) * of_b * of_a).astype(dtype)

@@ -211,11 +211,11 @@ class Run:
         plans = [self.plans[i] for i in indices]
         given = [self.each(gradients[i]) for i in indices]
         keys = self.keys[jnp.asarray(indices)]
-        found = step_leaves(self.engine.rule, self.batch(plans, given, *self.of(indices), keys))
+        result = step_leaves(self.engine.rule, self.batch(plans, given, *self.of(indices), keys))
         for i in indices:
             self.totals.pop(i, None)
-        self.set(indices, *found)
-        return varying.after(then, found)
+        self.set(indices, *result)
+        return varying.after(then, result)
 
     def update_layer(
         self, stack: Stack, layer: jax.Array, gradients: list[jax.Array], leaves: Any
@@ -457,8 +457,8 @@ def _last(
 
     def run(own: list[jax.Array], values: list[jax.Array]) -> tuple[Any, Any]:
         rest = parts.rest(dict(zip(positions, own, strict=True)))
-        found = model.last(rest, with_floats(x, values), batch)
-        return found if model.has_aux else (found, None)
+        result = model.last(rest, with_floats(x, values), batch)
+        return result if model.has_aux else (result, None)
 
     own = [parts.leaves[at] for at in positions]
     loss, pull, aux = jax.vjp(run, own, floats(x), has_aux=True)

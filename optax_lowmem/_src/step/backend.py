@@ -62,14 +62,17 @@ def choose(
     if not plan.grouped and (math.prod(plan.shape) > _SMALL or tpu):
         return "xla", _ELEMENTWISE  # on a TPU also small leaves: it has no launch cost
     if tpu:
-        nowhere = platform.no_tpu_kernel_reason(g)
-        reason = nowhere or _unsupported(_TPU, rule, plan)
+        reason_against = platform.no_tpu_kernel_reason(g)
+        reason = reason_against or _unsupported(_TPU, rule, plan)
         if reason is None:
             return _TPU, "fused kernel"
-        return "xla", nowhere or f"{_TPU}: {reason}"
-    nowhere = platform.no_kernel_reason(g)
-    if nowhere is not None:
-        return "xla", nowhere if platform.no_device_reason() is None else platform.not_tpu_reason(g)
+        return "xla", reason_against or f"{_TPU}: {reason}"
+    reason_against = platform.no_kernel_reason(g)
+    if reason_against is not None:
+        return (
+            "xla",
+            reason_against if platform.no_device_reason() is None else platform.not_tpu_reason(g),
+        )
     reasons: list[str] = []
     for kernel in _KERNELS:
         reason = _unsupported(kernel, rule, plan)
@@ -117,8 +120,8 @@ def fused_updates(
             name, _ = choose(rule, plan, batch.implementation, g)
             chosen.setdefault(name, []).append(i)
     for name, indices in chosen.items():
-        found = _step(name, rule, batch.take(indices), tuned)
-        results.update(zip(indices, found, strict=True))
+        result = _step(name, rule, batch.take(indices), tuned)
+        results.update(zip(indices, result, strict=True))
     return [results[i] for i in range(len(batch))]
 
 
@@ -173,5 +176,5 @@ def _on_mesh(
 
     for mesh in dict.fromkeys(place.mesh for place in placed.values()):
         mine = [i for i, place in placed.items() if place.mesh == mesh]
-        found = on_mesh.fused_updates(step, batch.take(mine), [placed[i] for i in mine])
-        yield from zip(mine, found, strict=True)
+        result = on_mesh.fused_updates(step, batch.take(mine), [placed[i] for i in mine])
+        yield from zip(mine, result, strict=True)

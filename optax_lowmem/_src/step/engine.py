@@ -396,8 +396,8 @@ def _step_leaves(
     for of_leaf, indices in parts.items():
         part = batch.take(indices).with_keys_in_order()
         h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
-        found = _step_alike(of_leaf, part.replace(hyperparameters=h))
-        results.update(zip(indices, zip(*found, strict=True), strict=True))
+        result = _step_alike(of_leaf, part.replace(hyperparameters=h))
+        results.update(zip(indices, zip(*result, strict=True), strict=True))
     updates, states, shared = zip(*(results[i] for i in range(len(batch))), strict=True)
     return list(updates), list(states), list(shared)
 
@@ -408,12 +408,12 @@ def _step_alike(
     """Do `_step_leaves` for leaves with the same rule."""
     shared = batch.shared
     if isinstance(rule, MatrixRule):
-        found = matrices.step_leaves(rule, batch.replace(shared=[], shared_keys=None))
+        result = matrices.step_leaves(rule, batch.replace(shared=[], shared_keys=None))
     else:
         if rule.prepares is not None:
             batch, shared = prepare_leaves(rule, batch)
-        found = fused_updates(rule, batch.replace(shared=[], shared_keys=None))
-    return [update for update, _ in found], [leaf for _, leaf in found], shared
+        result = fused_updates(rule, batch.replace(shared=[], shared_keys=None))
+    return [update for update, _ in result], [leaf for _, leaf in result], shared
 
 
 # ---- new states ----------------------------------------------------------------------------------

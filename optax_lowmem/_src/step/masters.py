@@ -193,8 +193,8 @@ def corrections_of(params: optax.Params, state: optax.OptState) -> dict[str, jax
     corrections: dict[str, jax.Array] = {}
     weights = dict(trees.named_leaves(params))
     elsewhere: list[str] = []
-    for found in trees.states_with(state, "correction", trees.is_ours):
-        for path, correction in packs.unpacked(found.correction, weights).items():
+    for result in trees.states_with(state, "correction", trees.is_ours):
+        for path, correction in packs.unpacked(result.correction, weights).items():
             weight = weights.get(path)
             if weight is None:
                 elsewhere += [path] if jnp.ndim(correction) else []

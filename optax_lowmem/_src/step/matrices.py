@@ -154,8 +154,8 @@ def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
     """Call `_step`, on a CPU without inlining, since XLA would compute all stacks at once."""
     if not _on_cpu() or context.is_placing():  # shardings are looked up by path
         return _step(rule, stack)
-    found: list[Stepped] = _in_a_call(rule, stack.nameless)
-    return found
+    results: list[Stepped] = _in_a_call(rule, stack.nameless)
+    return results
 
 
 def _directions(
@@ -177,10 +177,10 @@ def _directions(
         rows = zip(pairs, before, directions, strict=True)
         return directions, [rule.scale(m, x, direction, h) for (m, _), x, direction in rows]
 
-    lies = [explicit.sharding_of(x) for x in before], [None] * len(before)
-    found: tuple[list[jax.Array], list[jax.Array]]
-    found = explicit.left_to_xla(work, lies, before, dict(h))
-    return found
+    shardings = [explicit.sharding_of(x) for x in before], [None] * len(before)
+    results: tuple[list[jax.Array], list[jax.Array]]
+    results = explicit.left_to_xla(work, shardings, before, dict(h))
+    return results
 
 
 # ---- on a mesh: whole matrices, some on each device ----------------------------------------------
@@ -213,8 +213,8 @@ def _on_devices(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) 
         in_specs=(axes, PartitionSpec()),
         out_specs=axes,
     )
-    found: jax.Array = own(full, h)
-    return found[:count]
+    result: jax.Array = own(full, h)
+    return result[:count]
 
 
 def _in_parts(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
@@ -223,7 +223,7 @@ def _in_parts(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) ->
     together = max(1, _ELEMENTS // max(1, _temporary_elements(*shape)))
     if count <= together:
         return rule.of_matrices(stack, h)
-    found: jax.Array = lax.map(
+    result: jax.Array = lax.map(
         lambda matrix: rule.of_matrices(matrix[None], h)[0], stack, batch_size=together
     )
-    return found
+    return result

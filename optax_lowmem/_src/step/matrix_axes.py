@@ -79,8 +79,8 @@ class MatrixAxes:
         leaves = trees.named_leaves(params)
         if self.dimensions is None:
             return {p: Matrices((0,), (1,)) for p, leaf in leaves if len(leaf.shape) == 2}
-        found = _spread(trees.chosen(self.dimensions, params), params)
-        rows = zip(leaves, found, strict=True)
+        result = _spread(trees.chosen(self.dimensions, params), params)
+        rows = zip(leaves, result, strict=True)
         return {path: _checked(path, leaf, own) for (path, leaf), own in rows if own is not None}
 
 
@@ -100,7 +100,7 @@ def _spread(given: object, params: optax.Params) -> list[Any]:
         return jax.tree.map(lambda _: (own,), sub)
 
     try:
-        found = jax.tree.map(spread, given, params, is_leaf=_is_dimensions)
+        result = jax.tree.map(spread, given, params, is_leaf=_is_dimensions)
     except ValueError as error:
         names = [name for name, _ in trees.named_leaves(params)]
         raise ValueError(
@@ -109,7 +109,7 @@ def _spread(given: object, params: optax.Params) -> list[Any]:
         ) from error
     # one-tuples, since None would be an empty tree
     is_own = lambda n: type(n) is tuple and len(n) == 1 and _is_dimensions(n[0])  # noqa: E731
-    return [own for (own,) in jax.tree.leaves(found, is_leaf=is_own)]
+    return [own for (own,) in jax.tree.leaves(result, is_leaf=is_own)]
 
 
 def _checked(path: str, leaf: Shaped, own: Any) -> Matrices:

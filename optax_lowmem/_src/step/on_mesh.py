@@ -96,14 +96,14 @@ def fused_updates(
         keys = [_part_key(*row) for row in zip(local, places, part.keys, strict=True)]
         return step(part.replace(plans=tuple(local), keys=jnp.stack(keys)))
 
-    found = explicit.on_each_device(
+    results = explicit.on_each_device(
         on_a_device, mesh, typed, (specs,),
         list(zip(specs.gradients, specs.states, strict=True)), batch,
     )  # fmt: skip
     if typed:
         likes = map(result_like, batch.gradients, batch.weights, batch.states)
-        found = [explicit.laid_like(one, like) for one, like in zip(found, likes, strict=True)]
-    return found
+        results = [explicit.laid_like(one, like) for one, like in zip(results, likes, strict=True)]
+    return results
 
 
 def result_like(

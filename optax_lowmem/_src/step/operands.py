@@ -99,7 +99,7 @@ def aliases(
 ) -> dict[int, int]:
     """Return `input_output_aliases` for the state, and for the weight if plans are `direct`."""
     numbered_in = _numbered(inputs, first)
-    found: dict[int, int] = {}
+    results: dict[int, int] = {}
     for leaf, result in zip(numbered_in, _numbered(outputs, 0), strict=True):
         pairs = [*zip(leaf.slots, result.slots, strict=True)]
         pairs += zip(leaf.scales, result.scales, strict=True)
@@ -107,8 +107,8 @@ def aliases(
             pairs.append((leaf.correction, result.correction))
         if plan.direct:
             pairs.append((leaf.p, result.update))
-        found.update(pairs)
-    return found
+        results.update(pairs)
+    return results
 
 
 def _numbered(trees: Sequence[Any], first: int) -> Any:

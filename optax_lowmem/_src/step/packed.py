@@ -144,8 +144,8 @@ def _finished(
     keys: jax.Array,
     number: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
-    found = _computation(rule, plan, g, p, state, h, keys, number)
-    return _outputs(rule, plan, g, p, state, h, *found)
+    result = _computation(rule, plan, g, p, state, h, keys, number)
+    return _outputs(rule, plan, g, p, state, h, *result)
 
 
 def _computation(

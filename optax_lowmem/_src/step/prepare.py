@@ -44,7 +44,7 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
             varying.check_whole(
                 plan.path, arrays, "a mean over each of its blocks, rows or columns"
             )
-    lies = [
+    shardings = [
         (
             _operand_shardings(block, s.slots[0]),
             jax.tree.map(explicit.sharding_of, (s.slots, s.scales)),
@@ -56,9 +56,9 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
         _prepare_blocks, rule, batch.plans, blocks, batch.numbers, batch.implementation
     )
     operands = batch.gradients, batch.shared, batch.hyperparameters, keys
-    found = explicit.left_to_xla(work, lies, *operands)
-    of_blocks = [{OF_BLOCK: of_block} for of_block, _ in found]
-    return batch.replace(operands=of_blocks), [LeafState(*new) for _, new in found]
+    result = explicit.left_to_xla(work, shardings, *operands)
+    of_blocks = [{OF_BLOCK: of_block} for of_block, _ in result]
+    return batch.replace(operands=of_blocks), [LeafState(*new) for _, new in result]
 
 
 def _operand_shardings(block: Block, v: jax.Array) -> Any:
@@ -126,12 +126,12 @@ def _prepare_blocks(
         [None] * len(plans), flat, h, [{}] * len(plans), keys, numbers, implementation,
     )  # fmt: skip
     with context.placing(None):  # the context has the shardings of leaves, not of blocks
-        found = fused_updates(_BlockRule(rule), of_blocks)
-    values = [given.reshape(mean.shape) for (given, _), mean in zip(found, means, strict=True)]
+        result = fused_updates(_BlockRule(rule), of_blocks)
+    values = [given.reshape(mean.shape) for (given, _), mean in zip(result, means, strict=True)]
     shapes = [plan.shape for plan in plans]
     of_steps = block_means.operands(blocks, values, shapes, implementation)
     shaped = []
-    for old, (_, state), operands in zip(shared, found, of_steps, strict=True):
+    for old, (_, state), operands in zip(shared, result, of_steps, strict=True):
         slots = tuple(x.reshape(o.shape) for x, o in zip(state.slots, old.slots, strict=True))
         shaped.append((operands, (slots, state.scales)))
     return shaped

@@ -82,8 +82,8 @@ def heuristic(backend: str, group_size: int) -> Tuning:
     """Return the tuning for devices without an entry; arguments as in `resolve`."""
     if backend == "pallas_tpu":
         return HEURISTIC_TPU
-    found = HEURISTIC_WIDE if group_size >= _WIDE else HEURISTIC
-    return dataclasses.replace(found, leaves=_LEAVES_OF_TRITON) if backend == "triton" else found
+    result = HEURISTIC_WIDE if group_size >= _WIDE else HEURISTIC
+    return dataclasses.replace(result, leaves=_LEAVES_OF_TRITON) if backend == "triton" else result
 
 
 def resolve(argument: Tuning | None, backend: str, slots: int, group_size: int) -> Tuning:

@@ -49,8 +49,8 @@ def _step(rule: UpdateRule, batch: LeafBatch, i: int, number: jax.Array) -> Step
         return jax.tree.leaves(fused_update(*arguments, keys[batch.numbers[i]]))
 
     shardings = list(map(explicit.sharding_of, like))
-    found = explicit.left_to_xla(step, shardings, *arrays, batch.h(i), batch.keys, number)
-    return jax.tree.unflatten(results, found)
+    result = explicit.left_to_xla(step, shardings, *arrays, batch.h(i), batch.keys, number)
+    return jax.tree.unflatten(results, result)
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "plan"))

@@ -220,12 +220,12 @@ def _converted(base: type[linen.Module], chosen: Chooser, to: To) -> Any:
             token = _running.set((*_running.get(), made))
             try:
                 with linen.intercept_methods(intercept):
-                    found = method(self, *args, **kwargs)
+                    result = method(self, *args, **kwargs)
             finally:
                 _running.reset(token)
             if kwargs.get("method") is None and not any(seen.values()):
                 raise _nothing(list(seen))
-            return found
+            return result
 
         return run
 

@@ -97,15 +97,15 @@ def switchback_dot_general(
             raise ValueError("scaling='unit' needs float8: int8 has only -1, 0 and 1 in [-1, 1]")
         formats = tuple(one.at_unit() for one in formats)
     variants: dict[str, Variant | None] = {STANDARD: None, **VARIANTS}
-    found = _choice("variant", variant, variants)
+    result = _choice("variant", variant, variants)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}; "
             'for the standard products use variant="standard"'
         )
-    if found is None:
+    if result is None:
         return lax.dot_general
-    return _DotGeneral(found, formats[0], formats[1], implementation)
+    return _DotGeneral(result, formats[0], formats[1], implementation)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -129,8 +129,8 @@ def _encoded(
     key = random.named_key(seed, count, name) if stochastic else None
     values = _shaped(leaf, (leaf.size,), None) if in_one_row else leaf
     codes, scales = group_codec.encode(codec, values, group_size, key, _DRAWN_AS.get(slot, slot))
-    lies = explicit.sharding_of(leaf)
-    return (_shaped(codes, leaf.shape, lies) if in_one_row else codes), scales
+    shardings = explicit.sharding_of(leaf)
+    return (_shaped(codes, leaf.shape, shardings) if in_one_row else codes), scales
 
 
 def _decoded(
@@ -144,8 +144,8 @@ def _decoded(
     # XLA instead of a kernel: it is fused into the inner update, and f32 values are never stored
     rows = _shaped(codes, (codes.size,), None) if in_one_row else codes
     values = group_codec.decode(codec, rows, scales, group_size, length, implementation="xla")
-    lies = explicit.sharding_of(codes)
-    return _shaped(values, codes.shape, lies) if in_one_row else values
+    shardings = explicit.sharding_of(codes)
+    return _shaped(values, codes.shape, shardings) if in_one_row else values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -295,7 +295,7 @@ class _Compressor:
         blocks: Mapping[tuple[str, str], Any],
     ) -> list["_Slot | None"]:
         """Return the slots' leaves in order (None if not compressed), and record decisions."""
-        found: list[_Slot | None] = []
+        results: list[_Slot | None] = []
         seen: dict[str, Any] = {}
 
         def visit(node: optax.OptState, slot: str, value: Any) -> Any:
@@ -310,11 +310,11 @@ class _Compressor:
                 of_block = (shape, row, blocks.get((path, slot)))
                 own = _Slot(codec, slot, random.name_of(path), leaf, self._stochastic(known), row)
                 compressed = self._decide(path, leaf, slot, masked, codec, known, kept, *of_block)
-                found.append(own if compressed else None)
+                results.append(own if compressed else None)
             return ()
 
         map_slots(visit, state)
-        return found
+        return results
 
     def _decode(self, state: CompressedState, updates: optax.Updates) -> Any:
         """Return the inner state with f32 slots."""
@@ -332,7 +332,7 @@ class _Compressor:
         self, state: CompressedState, shapes: dict[str, tuple[int, ...]]
     ) -> list[tuple[GroupCodec, jax.Array, jax.Array, bool, int]]:
         """Check the compressed leaves; return each (codec, codes, scales, in_one_row, length)."""
-        found: list[Any] = []
+        results: list[Any] = []
         seen: dict[str, Any] = {}
 
         def visit(node: optax.OptState, slot: str, value: Any) -> Any:
@@ -362,7 +362,7 @@ class _Compressor:
                 if _is_code(codes):
                     of_groups = (codes.size,) if row else own
                     self._check_codes(codec, slot, path, codes, scales, of_groups, row)
-                    found.append((codec, codes, scales, row, of_groups[-1]))
+                    results.append((codec, codes, scales, row, of_groups[-1]))
             return ()
 
         map_slots(visit, state.inner_state)
@@ -371,7 +371,7 @@ class _Compressor:
                 f"the state has {', '.join(extra)} of a slot without a codec here: it was made "
                 "or restored with other settings. Use those, or call init again."
             )
-        return found
+        return results
 
     def _check_codes(
         self,
@@ -432,17 +432,17 @@ class _Compressor:
         """
         with context.absorbing() as decisions:
             state = self.inner.init(params)
-        taken: set[tuple[str, str]] = set()
+        selected: set[tuple[str, str]] = set()
 
         def visit(node: optax.OptState, slot: str, value: Any) -> Any:
             if self._codec_of(node, slot) is None:
                 return value
-            taken.update((path, slot) for path, _ in trees.named_leaves(value))
+            selected.update((path, slot) for path, _ in trees.named_leaves(value))
             return ()
 
         map_slots(visit, state)
         for decision in decisions:
-            if first and (decision.path, decision.slot) not in taken:
+            if first and (decision.path, decision.slot) not in selected:
                 context.record(decision)
         return state, {(d.path, d.slot): d.block for d in decisions if d.block is not None}
 

@@ -151,10 +151,10 @@ def ema_params(state: optax.OptState) -> optax.Params:
       >>> float(lowmem.ema_params(tx.init({"w": jnp.ones(3)}))["w"][0])
       1.0
     """
-    found = list(trees.states_with(state, "ema_correction", trees.is_ours))
-    if len(found) != 1:
+    result = list(trees.states_with(state, "ema_correction", trees.is_ours))
+    if len(result) != 1:
         raise ValueError(
-            f"the state has {len(found)} averages of master weights, expected one: wrap the "
+            f"the state has {len(result)} averages of master weights, expected one: wrap the "
             "optimizer in track_master_ema once"
         )
-    return join_masters(found[0].ema, found[0].ema_correction)
+    return join_masters(result[0].ema, result[0].ema_correction)

@@ -120,21 +120,21 @@ def stale_corrections(tx: optax.GradientTransformation, params: optax.Params) ->
         return []
     _, decisions = context.dry_run(tx, params)
     rounded = {d.path for d in decisions if d.slot == "correction" and not d.form}
-    found = []
+    results = []
     if of_split := [path for path in changed if path not in rounded]:
-        found.append(
+        results.append(
             f"the updates of {_few(of_split)} are changed after the split of their master weights, "
             "which makes the corrections stale. Put the transformation that changes them inside: "
             f"{_INSIDE}."
         )
     if of_rounded := [path for path in changed if path in rounded]:
-        found.append(
+        results.append(
             f"the updates of {_few(of_rounded)} are changed after their 16-bit weights were "
             "rounded stochastically: the changes are rounded to nearest, and steps under half an "
             "ulp of a weight are lost. Put the transformation that changes them before the "
             f"optimizer, or inside a split: {_INSIDE}."
         )
-    return found
+    return results
 
 
 # Optimizers of optax that use differences of weights, which the rounding of masters distorts.
@@ -147,18 +147,18 @@ _DISTANCES = {
 
 def rounded_distances(state: optax.OptState) -> list[str]:
     """Return warnings for optimizers inside a 24-bit split that use differences of weights."""
-    found: set[str] = set()
+    results: set[str] = set()
     for node in trees.states_with(state, "correction", trees.is_ours):
         if any(c.ndim and c.dtype == jnp.int8 for c in jax.tree.leaves(node.correction)):
             inside = jax.tree.leaves(
                 getattr(node, "inner_state", ()), is_leaf=lambda n: type(n).__name__ in _DISTANCES
             )
-            found |= _DISTANCES.keys() & {type(inner).__name__ for inner in inside}
+            results |= _DISTANCES.keys() & {type(inner).__name__ for inner in inside}
     return [
         f"optax's {_DISTANCES[kind]} uses differences of weights, which the rounding of 24-bit "
         "master weights distorts: use 32 bits, split_master_weights(..., bits=32) or "
         "Storage(master_weight_bits=32)."
-        for kind in sorted(found)
+        for kind in sorted(results)
     ]
 
 
@@ -303,8 +303,8 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
       step by xla for 1 of 1 leaves: the default backend is cpu, and kernels are for GPUs and TPUs
     """
     with context.noting_policies() as policies:
-        state, found = context.dry_run(tx, params)
-    decisions = [d for d in found if d.slot != "step"]
+        state, result = context.dry_run(tx, params)
+    decisions = [d for d in result if d.slot != "step"]
     lands = any(d.slot in ("correction", FIELD) and (d.form or d.stochastic) for d in decisions)
     warnings = unmatched_patterns(policies, params)
     warnings += stale_corrections(tx, params) if lands and may_be_stale(state) else []
@@ -318,7 +318,7 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
     cut = _cut_groups(params, decisions)
     steps = tuple(
         dataclasses.replace(d, reason="; ".join([d.reason, *cut.get(d.path, ())]))
-        for d in found
+        for d in result
         if d.slot == "step"
     )
     return Explanation(tuple(decisions), steps, tuple(warnings))
@@ -327,7 +327,7 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
 def _cut_groups(params: optax.Params, decisions: list[context.Decision]) -> dict[str, list[str]]:
     """Describe how shards cut through groups, by leaf, without duplicates."""
     leaves = dict(trees.named_leaves(params))
-    found: dict[str, list[str]] = collections.defaultdict(list)
+    results: dict[str, list[str]] = collections.defaultdict(list)
     for decision in decisions:
         leaf, size = leaves.get(decision.path), decision.group_size
         sharding = getattr(leaf, "sharding", None)
@@ -338,6 +338,6 @@ def _cut_groups(params: optax.Params, decisions: list[context.Decision]) -> dict
         several = decision.codec.codes_per_byte if decision.codec is not None else 1
         if reason and place.local(tuple(leaf.shape))[-1] % several:
             reason += f", and through bytes of {several} codes: these are replicated on that axis"
-        if reason is not None and reason not in found[decision.path]:
-            found[decision.path].append(reason)
-    return found
+        if reason is not None and reason not in results[decision.path]:
+            results[decision.path].append(reason)
+    return results

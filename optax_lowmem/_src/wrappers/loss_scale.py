@@ -30,8 +30,8 @@ def _chosen(
     steps: list[tuple[jax.Array, jax.Array]], states: list[tuple[jax.Array, jax.Array, jax.Array]]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Select step and new state if the gradient (row[0]) is finite, else 0 and the old state."""
-    taken = [jnp.where(ok, step, jnp.zeros_like(step)) for ok, step in steps]
-    return taken, [jnp.where(ok, new, old) for ok, new, old in states]
+    selected = [jnp.where(ok, step, jnp.zeros_like(step)) for ok, step in steps]
+    return selected, [jnp.where(ok, new, old) for ok, new, old in states]
 
 
 def _is_masked(leaf: object) -> bool:
@@ -51,20 +51,20 @@ class _Unscaler:
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         treedef: Any = jax.tree.structure(updates)
-        found = _unscaled(jax.tree.leaves(updates), self.scale)
-        finite = array_metadata.like(updates, [ok for ok, _ in found])
-        gradients = treedef.unflatten([g for _, g in found])
+        result = _unscaled(jax.tree.leaves(updates), self.scale)
+        finite = array_metadata.like(updates, [ok for ok, _ in result])
+        gradients = treedef.unflatten([g for _, g in result])
         new, after = self.inner.update(gradients, state, params, **extra)
         new_def: Any = jax.tree.structure(new)
         after_def: Any = jax.tree.structure(after)
-        steps = zip([ok for ok, _ in found], jax.tree.leaves(new), strict=True)
+        steps = zip([ok for ok, _ in result], jax.tree.leaves(new), strict=True)
         marks = jax.tree.leaves(self._marks(after, finite))
         rows = list(zip(marks, jax.tree.leaves(after), after_def.flatten_up_to(state), strict=True))
-        taken, chosen = _chosen(list(steps), [row for row in rows if row[0] is not True])
+        selected, chosen = _chosen(list(steps), [row for row in rows if row[0] is not True])
         of_tensors = iter(chosen)
         kept = [leaf if ok is True else next(of_tensors) for ok, leaf, _ in rows]
         kept = trees.keep_dtypes(state, after_def.unflatten(kept), updates)
-        return new_def.unflatten(taken), kept
+        return new_def.unflatten(selected), kept
 
     def init(self, params: optax.Params) -> optax.OptState:
         state = self.inner.init(params)

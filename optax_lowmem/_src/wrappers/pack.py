@@ -87,11 +87,11 @@ class PackedEngine(Engine):
         engine = self._of_packs(packs, like, plans, decisions)
         weights = None if params is None else packing.pack(params, packs)
         with context.placing(_placements(names, packs)), context.emitting() as emitted:
-            found, state = engine.run(
+            outcome, state = engine.run(
                 packing.pack(updates, packs), state, weights, h, count, gradient_scale, direct
             )
         leaves = dict(trees.named_leaves(like))
-        by_name = packing.unpacked(found, leaves)
+        by_name = packing.unpacked(outcome, leaves)
         treedef: Any = jax.tree.structure(like)
         results = [by_name[name] for name in leaves]
         if not self.weights and self.storage.update_dtype != "float32":
@@ -216,11 +216,11 @@ def _is_sharded(name: str, leaf: Shaped) -> bool:
 
 def _placements(names: list[str], packs: Packs) -> dict[str, Placement] | None:
     """Return the placements of the leaves of the packed tree, if `step` was given some."""
-    found = {name: place for name in names if (place := context.placement(name)) is not None}
+    results = {name: place for name in names if (place := context.placement(name)) is not None}
     for name in packs:
-        if name in found:
-            found[name] = dataclasses.replace(found[name], axes=((),))
-    return found or None
+        if name in results:
+            results[name] = dataclasses.replace(results[name], axes=((),))
+    return results or None
 
 
 # ---- the wrapper ---------------------------------------------------------------------------------

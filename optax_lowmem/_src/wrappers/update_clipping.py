@@ -32,7 +32,7 @@ class UpdateClippingState(NamedTuple):
 
 def _second_moments(state: optax.OptState) -> dict[str, jax.Array]:
     """Return {leaf path: second moment} from the only slot of a state that is a second moment."""
-    found: list[optax.Params] = []
+    results: list[optax.Params] = []
     ours: list[str] = []
 
     def visit(node: object, field: str, value: Tree) -> Tree:
@@ -40,23 +40,23 @@ def _second_moments(state: optax.OptState) -> dict[str, jax.Array]:
         if known != facts(node, field, own=True):
             ours.append(field)
         if known.moment == 2 and not known.running_maximum:
-            found.append(value)
+            results.append(value)
         return value
 
     map_slots(visit, state)
-    if len(found) != 1:
+    if len(results) != 1:
         if ours:  # codes, or means of many elements
             why = (
                 "this library's optimizers store it in another form. Clip a direction by "
                 "optax.clip_by_block_rms(1.0) after it"
             )
         else:
-            why = f"this state has {len(found)}. Wrap such an optimizer"
+            why = f"this state has {len(results)}. Wrap such an optimizer"
         raise ValueError(
             "update_clipping needs an optimizer with one second moment (optax.adamw, "
             f"scale_by_adam, ...); {why}, or use lowmem.stable_adamw."
         )
-    moments = dict(trees.named_leaves(found[0]))
+    moments = dict(trees.named_leaves(results[0]))
     for path, leaf in moments.items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(

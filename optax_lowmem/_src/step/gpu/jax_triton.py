@@ -113,7 +113,7 @@ def launch(
         alike = [i for i, other in enumerate(kinds) if other == kind]
         for first in range(0, len(alike), most):
             batch = alike[first : first + most]
-            found = _launch(
+            result = _launch(
                 rule,
                 kind,
                 [plans[i] for i in batch],
@@ -123,7 +123,7 @@ def launch(
                 keys[leaf_numbers[jnp.asarray(batch)]],
                 tile,
             )
-            results.update(zip(batch, found, strict=True))
+            results.update(zip(batch, result, strict=True))
     return [results[i] for i in range(len(plans))]
 
 
@@ -260,7 +260,7 @@ def _part_axes(plan: LeafPlan, block: Block) -> _Axes:
     """
     size, values = plan.group_size, block.mean_shape(plan.shape)
     shape = groups.scale_shape(plan.shape, size)
-    found: list[tuple[int | bool, ...]] = []
+    results: list[tuple[int | bool, ...]] = []
     for axis, (length, count) in enumerate(zip(plan.shape, values, strict=True)):
         if count == 1:
             continue
@@ -269,8 +269,8 @@ def _part_axes(plan: LeafPlan, block: Block) -> _Axes:
         by_lane = last and width % size != 0
         neighbours = width // size if last and not by_lane else width
         below = math.prod(shape[axis + 1 :])
-        found.append((below, shape[axis], neighbours, math.prod(values[axis + 1 :]), by_lane))
-    return tuple(found)
+        results.append((below, shape[axis], neighbours, math.prod(values[axis + 1 :]), by_lane))
+    return tuple(results)
 
 
 # ---- the kernel's source -------------------------------------------------------------------------

@@ -114,14 +114,14 @@ def find_leaf(
     else:
         MIDDLE: tl.constexpr = (LOW + HIGH) // 2
         if program < _first_tile(LEAVES, MIDDLE):
-            found = find_leaf(
+            result = find_leaf(
                 arrays, program, LEAVES, LOW, MIDDLE, GROUP_SIZE, ROWS, LANES, ALIGNMENT, BY_LANE
             )
         else:
-            found = find_leaf(
+            result = find_leaf(
                 arrays, program, LEAVES, MIDDLE, HIGH, GROUP_SIZE, ROWS, LANES, ALIGNMENT, BY_LANE
             )
-        return found
+        return result
 
 
 @triton.jit

@@ -41,8 +41,8 @@ def step(
     cut = tuning.resolve(tuned, backend, rule.elementwise_slots, batch.plans[0].group_size)
     results: dict[int, Stepped] = {}
     for together in launches(batch, cut):
-        found = _launch(rule, backend, batch.take(together), cut.tile)
-        results.update(zip(together, found, strict=True))
+        result = _launch(rule, backend, batch.take(together), cut.tile)
+        results.update(zip(together, result, strict=True))
     return [results[i] for i in range(len(batch))]
 
 
@@ -129,10 +129,10 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
             from optax_lowmem._src.step.gpu.pallas_triton import launch
         else:
             from optax_lowmem._src.step.gpu.jax_triton import launch
-        found = launch(rule, plans, leaves, names, scalars, keys, numbers, tile)
+        results = launch(rule, plans, leaves, names, scalars, keys, numbers, tile)
         return [
             (reference.emit(plan, row[1], result.update), operands.state_of(result))
-            for plan, row, result in zip(plans, arrays, found, strict=True)
+            for plan, row, result in zip(plans, arrays, results, strict=True)
         ]
 
     def plain(
@@ -142,12 +142,12 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
         keys: jax.Array,
     ) -> list[Stepped]:
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
-        found = []
+        results = []
         every = zip(plans, arrays, of_blocks, batch.numbers, strict=True)
         for i, (plan, row, of_block, number) in enumerate(every):
             h = {**hs[i % len(hs)], **({} if of_block is None else {OF_BLOCK: of_block})}
-            found.append(xla.plain(rule, plan, *row, h, keys[number]))
-        return found
+            results.append(xla.plain(rule, plan, *row, h, keys[number]))
+        return results
 
     if batch.implementation is not None:
         return launched(arrays, of_blocks, scalars, batch.keys)

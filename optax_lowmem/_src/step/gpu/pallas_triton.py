@@ -172,8 +172,8 @@ def launch(
         interpret=interpret,
         name="fused_update",
     )(scalars, row_keys, lane_bits, leaf_numbers, *flat_in)
-    found = jax.tree.unflatten(jax.tree.structure(results), outputs)
+    outcome = jax.tree.unflatten(jax.tree.structure(results), outputs)
     return [
         restored(plan, leaf, result)
-        for plan, leaf, result in zip(plans, leaves, found, strict=True)
+        for plan, leaf, result in zip(plans, leaves, outcome, strict=True)
     ]

@@ -235,13 +235,13 @@ def tree(
       [n, 128]: lane l has the reduction of part i = (l // step) % len(parts), over the lanes whose
       numbers differ from l only in the bits of i.
     """
-    found = list(parts)
-    while len(found) > 1:
-        pairs = zip(found[::2], found[1::2], strict=True)
-        found = [_merged(one, other, of_two, step) for one, other in pairs]
+    results = list(parts)
+    while len(results) > 1:
+        pairs = zip(results[::2], results[1::2], strict=True)
+        results = [_merged(one, other, of_two, step) for one, other in pairs]
         step *= 2
-    assert found[0] is not None
-    return found[0]
+    assert results[0] is not None
+    return results[0]
 
 
 def _merged(

@@ -191,10 +191,10 @@ def launch(
         interpret=interpret,
         name="fused_update",
     )(scalars, row_key[None], lane_bits[None], *views.in_hbm(flat[0], interpret))
-    found: Result = jax.tree.unflatten(jax.tree.structure(results), outputs)
-    scales = zip(found.scales, leaf.scales, strict=True)
-    found = found._replace(scales=tuple(views.scales_of(blocks, *pair) for pair in scales))
-    return restored(plan, leaf, found)
+    result: Result = jax.tree.unflatten(jax.tree.structure(results), outputs)
+    scales = zip(result.scales, leaf.scales, strict=True)
+    result = result._replace(scales=tuple(views.scales_of(blocks, *pair) for pair in scales))
+    return restored(plan, leaf, result)
 
 
 # ---- the step of a batch -------------------------------------------------------------------------

@@ -161,8 +161,8 @@ class Kernel:
     def decode_scales(self, codec: GroupCodec, ref: Any, units: Any) -> None:
         """Decode the scales of a block, padded to 128 groups and not transposed, to `units`."""
         blocks = self.blocks
-        found = codec.units(ref[...])
-        for value, out in zip(jax.tree.leaves(found), jax.tree.leaves(units), strict=True):
+        result = codec.units(ref[...])
+        for value, out in zip(jax.tree.leaves(result), jax.tree.leaves(units), strict=True):
             if blocks.transposed:
                 missing = jnp.zeros((LANES - blocks.block_groups, blocks.block_rows), value.dtype)
                 out[...] = (jnp.concatenate([value, missing]) if missing.size else value).T

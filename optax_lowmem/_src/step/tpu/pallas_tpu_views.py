@@ -181,7 +181,7 @@ def specs(plan: LeafPlan, blocks: Blocks, viewed: Leaf) -> Leaf:
             )
         )
         of_block = OfBlock(None if of_block.rows is None else of_rows, of_columns)
-    found: Any = (
+    result: Any = (
         elements(),
         None if viewed.p is None else elements(),
         None if viewed.correction is None else elements(),
@@ -189,4 +189,4 @@ def specs(plan: LeafPlan, blocks: Blocks, viewed: Leaf) -> Leaf:
         tuple(_scale_spec(blocks) for _ in viewed.scales),
         of_block,
     )
-    return Leaf(*found)
+    return Leaf(*result)
