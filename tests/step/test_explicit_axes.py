@@ -234,7 +234,7 @@ def test_explain_says_which_groups_are_cut(kind):
     params = placed(arrays(dtype=jnp.float32), the_mesh=mesh(kind=kind))
     found = {step.path: step.reason for step in lowmem.explain(made("flash_adamw"), params).steps}
     for path, parts in ("half groups", 16), ("three groups", 24):
-        assert f"parts of {parts} on the last axis, and groups of 32" in found[path]
+        assert f"shards of {parts} on the last axis, but groups of 32" in found[path]
     assert "parts of" not in found["columns"] + found["rows"] + found["replicated"]
 
 

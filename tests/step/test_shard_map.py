@@ -116,7 +116,7 @@ def test_parts_that_cut_groups_are_refused_with_the_cure():
     params = {"w": jnp.ones((8, 64), jnp.bfloat16)}
     specs = {"w": P(None, "x")}
     step = on_mesh(tx, lambda p, s, g: (p, tx.update(g, s, p)[1]), params, specs)
-    with pytest.raises(ValueError, match="mu_scale of 'w'.*has to be of whole groups.*jit with"):
+    with pytest.raises(ValueError, match="mu_scale of 'w'.*must consist of whole groups.*jit with"):
         jax.eval_shape(step, params, tx.init(params), params)
 
 

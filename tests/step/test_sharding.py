@@ -217,7 +217,7 @@ def test_bytes_of_two_codes_stay_whole():
         where = NamedSharding(mesh_of(x=4, y=2), P("x", "y"))
         leaf = jax.ShapeDtypeStruct((64, columns), jnp.bfloat16, sharding=where)
         (step,) = lowmem.explain(tx, {"w": leaf}).steps
-        assert f"parts of {columns // 2} on the last axis, and groups of 32" in step.reason
+        assert f"shards of {columns // 2} on the last axis, but groups of 32" in step.reason
         assert ("bytes of 2 codes" in step.reason) == (columns == 66)
         assert tx.init({"w": jnp.ones((64, columns), device=where)}).mu["w"].sharding.spec == codes
 
