@@ -224,7 +224,7 @@ def made_in_scans(jaxpr, primitive, inside=False):
                 yield from made_in_scans(part, primitive, inside or name == "scan")
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", rows([False, True], [True]))
 def test_weights_are_quantized_once_for_all_micro_batches(remat):
     """No kernel is rounded among the micro-batches, and no bit of the gradients is another."""
     block, params = make(kv_heads=HEADS)

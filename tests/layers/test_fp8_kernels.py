@@ -206,6 +206,7 @@ def of_mlp(tokens=256, width=256, hidden=384):
     return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
+@pytest.mark.full
 def test_codes_are_written_in_both_layouts_where_they_are_computed(on_a_gpu, monkeypatch):
     """Each tensor is read once for its maximum and once for its codes, and no code is read again.
 

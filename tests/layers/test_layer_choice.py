@@ -33,6 +33,7 @@ def run_in_8_bits(dot_general, sizes, dtype=jnp.bfloat16):
     return "quantize_rows" in kernels_in(text)
 
 
+@pytest.mark.full
 def test_sizes_decide_on_hopper(on_hopper):
     for format in ("int8", "fp8", "fp8-e5m2"):
         for sizes, wanted in ((LARGE, True), (SMALL, False), ((16, *LARGE[1:]), False)):
