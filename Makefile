@@ -53,7 +53,7 @@ XLA_CACHE := $(CURDIR)/.xla_cache
 CPU = PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(XLA_CACHE)/$(notdir $(VENV)) \
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
-test: $(VENV)/.has-test  ## The library's behaviour, about 9 minutes on 2 cores
+test: $(VENV)/.has-test  ## The library's behaviour, about 7 minutes on 2 cores
 	$(CPU) $(PYTEST) -m 'not gpu and not tpu and not repo and not full' $(ARGS)
 
 # What a version of JAX, optax or Flax can break: the public API, the contract, golden vectors,
@@ -95,7 +95,7 @@ tpu-test: .venv-tpu/.has-tpu-test  ## All programs compiled for TPUs, and record
 	$(TPU) pytest -n 2 --dist worksteal -m tpu $(ARGS)
 	$(TPU) benchmarks.run tpu --record
 
-mutants: $(VENV)/.has-test  ## Bugs of tests/mutants, which tests of `make test` must catch; 5 minutes
+mutants: $(VENV)/.has-test  ## Bugs of tests/mutants, which tests of `make test` must catch; 7 minutes
 	$(CPU) $(BIN)/python -m tests.mutants.run $(ARGS)
 
 gpu-test: $(VENV)/.has-test  ## The GPU tests, on a machine that has one (CUDA=12 or 13)

@@ -48,10 +48,12 @@ def test_as_the_oracle_and_nothing_overflows():
 
 @pytest.mark.parametrize("name,dtype", FORMS)
 def test_what_is_kept_exactly_stays_under_any_noise(name, dtype):
-    """A step of 0 moves no bit: every weight (for ulp fewer) and correction, -0.0 and NaN too."""
+    """A step of 0 moves no bit: of sampled weights, -0.0 and NaN too, with every correction."""
     split = codecs.SPLITS[name]
     info = jnp.finfo(dtype)
-    p = np.arange(2**16, dtype=np.uint16)[:: 1 if name == "bits-24" else 37].view(dtype)
+    edges = [0x8000, 0x7F80, 0xFF80, 0x7FC0]  # -0.0, infinities, NaN
+    p = np.r_[np.arange(0, 2**16, 7 if name == "bits-24" else 37), edges].astype(np.uint16)
+    p = p.view(dtype)
     if name != "bits-24":  # XLA's CPU has no subnormals, and Algorithm 1 no signed zero
         p = p[np.abs(np.float32(p)) >= max(float(info.tiny), 2.0**-100)]
         p = p[np.isfinite(np.float32(p))]

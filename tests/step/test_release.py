@@ -156,6 +156,8 @@ def test_it_is_the_ordinary_step(name, dtype):
     start = lowmem.init(tx, masters(), DTYPES[dtype])
     # an f32 weight shows the last bits of a mean or a product, and training drives them apart
     steps = 1 if name == "flash_muon" or name in FEWER and dtype in ("float32", "mixed") else 3
+    if name in FEWER and name not in MINI and dtype == "float16":  # as does fp16 from the second on
+        steps = 2
     wanted, found = both(tx, *start, steps=steps, per_layer=name == "stable_adamw")
     if name in FEWER:
         means = 1 if name in MINI else 3  # whose order an element's v depends on
