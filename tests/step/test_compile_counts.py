@@ -34,7 +34,7 @@ def counts(on_a_gpu, monkeypatch):
     count("rule", type(TX.engine.rule), "update")
     count("fallback", reference, "fused_update")
     count("copies", pallas_triton, "_store")
-    static = ("rule", "plan")
+    static = ("rule", "plan", "two_passes")
     monkeypatch.setattr(xla, "plain", jax.jit(reference.fused_update, static_argnames=static))
     jax.clear_caches()  # of what other tests have traced
     return found

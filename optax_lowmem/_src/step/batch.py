@@ -15,18 +15,10 @@ Stepped = tuple[jax.Array, LeafState]  # (update or new parameter, new state)
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=[
-        "gradients",
-        "weights",
-        "states",
-        "hyperparameters",
-        "operands",
-        "keys",
-        "shared",
-        "shared_keys",
-    ],  # fmt: skip
+    data_fields=["gradients", "weights", "states", "hyperparameters", "operands", "keys", "shared",
+                 "shared_keys"],
     meta_fields=["plans", "numbers", "implementation"],
-)
+)  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class LeafBatch:
     """The operands of a step: one entry per parameter in each list.

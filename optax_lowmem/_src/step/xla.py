@@ -1,6 +1,5 @@
 """The XLA path of the step, in the form that compiles best for the platform."""
 
-import functools
 from collections.abc import Mapping
 
 import jax
@@ -9,11 +8,11 @@ import jax.numpy as jnp
 from optax_lowmem._src.core import explicit
 from optax_lowmem._src.step import on_mesh, packed, reference
 from optax_lowmem._src.step.batch import LeafBatch, Stepped
-from optax_lowmem._src.step.plan import LeafPlan, LeafState
+from optax_lowmem._src.step.plan import LeafState
 from optax_lowmem._src.step.rule import UpdateRule
 
 # traced once per shape and plan: tracing it per leaf would dominate the tracing time
-plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan"))
+plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan", "two_passes"))
 
 
 def step(rule: UpdateRule, batch: LeafBatch) -> list[Stepped]:
@@ -43,32 +42,12 @@ def _step(rule: UpdateRule, batch: LeafBatch, i: int, number: jax.Array) -> Step
         keys: jax.Array,
         number: jax.Array,
     ) -> list[jax.Array]:
-        arguments = (rule, plan.nameless, g, p, state, h)
-        if packed.supported(plan, jax.default_backend()) is None:
+        arguments, platform = (rule, plan.nameless, g, p, state, h), jax.default_backend()
+        if packed.supported(plan, platform) is None:
             return jax.tree.leaves(packed.fused_update_among(*arguments, keys, number))
-        return jax.tree.leaves(fused_update(*arguments, keys[batch.numbers[i]]))
+        two_passes = platform == "gpu" and plan.grouped
+        return jax.tree.leaves(plain(*arguments, keys[batch.numbers[i]], two_passes=two_passes))
 
     shardings = list(map(explicit.sharding_of, like))
     result = explicit.left_to_xla(step, shardings, *arrays, batch.h(i), batch.keys, number)
     return jax.tree.unflatten(results, result)
-
-
-@functools.partial(jax.jit, static_argnames=("rule", "plan"))
-def fused_update(
-    rule: UpdateRule,
-    plan: LeafPlan,
-    g: jax.Array,
-    p: jax.Array | None,
-    state: LeafState,
-    h: Mapping[str, jax.Array],
-    key: jax.Array,
-) -> Stepped:
-    """Compute `reference.fused_update` in the form that XLA compiles best for the platform.
-
-    Compiled once per shape and plan, even outside of jit.
-    """
-    backend = jax.default_backend()
-    if packed.supported(plan, backend) is None:
-        return packed.fused_update(rule, plan, g, p, state, h, key)
-    two_passes = backend == "gpu" and plan.grouped
-    return reference.fused_update(rule, plan, g, p, state, h, key, two_passes)
