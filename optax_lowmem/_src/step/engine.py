@@ -34,8 +34,8 @@ from optax_lowmem._src.core.compiled import (
 from optax_lowmem._src.core.hyperparameters import check_schedule
 from optax_lowmem._src.core.policy import warn_of_patterns
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.step import LeafPlan, LeafState, choose, fused_updates, matrices
-from optax_lowmem._src.step.batch import LeafBatch
+from optax_lowmem._src.step import LeafPlan, choose, fused_updates, matrices
+from optax_lowmem._src.step.batch import LeafBatch, LeafState
 from optax_lowmem._src.step.masters import check_order, initial_correction, promoted, rounds_weights
 from optax_lowmem._src.step.matrix_axes import MatrixAxes
 from optax_lowmem._src.step.plan import SlotPlan, plan_leaves, warn_of_four_bits

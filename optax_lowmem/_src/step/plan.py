@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -160,14 +160,6 @@ class LeafPlan:
                 form = form._replace(codes=jax.ShapeDtypeStruct(in_bytes, form.codes.dtype))
             forms.append(form)
         return forms
-
-
-class LeafState(NamedTuple):
-    """The stored state of a parameter; tuples are in the order of `LeafPlan.slots`."""
-
-    slots: tuple[jax.Array, ...]  # codes, or values without a codec
-    scales: tuple[jax.Array, ...]  # of the slots with a codec: shape[:-1] + (groups,)
-    correction: jax.Array | None = None  # of the parameter's shape
 
 
 # ---- decisions -----------------------------------------------------------------------------------
