@@ -72,12 +72,6 @@ class LeafPlan:
     rounds: bool = False
     follows_gradient: bool = False
 
-    def for_gradient(self, dtype: jnp.dtype) -> "LeafPlan":
-        """Return the plan for a gradient of this dtype."""
-        if not self.follows_gradient or dtype != self.dtype:
-            return self
-        return dataclasses.replace(self, update_dtype=self.dtype)
-
     @property
     def nameless(self) -> "LeafPlan":
         """The plan without the path, so that equal leaves share a compiled step."""

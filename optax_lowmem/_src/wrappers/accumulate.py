@@ -151,7 +151,7 @@ class _Direct:
         given = self.engine.hyperparameters(state.inner_state.count)
         counts = state.micro_step, state.count, state.inner_state.count
         h, micro_step, count, steps = _micro_batch(self.engine.rule, given, self.every, *counts)
-        new, inner = self.engine.run(updates, state.inner_state, params, h, count)
+        new, inner = self.engine.run(updates, state.inner_state, params, h=h, count=count)
         inner = inner._replace(count=steps)
         return new, AccumulationState(micro_step, count, state.seed, None, inner)
 

@@ -216,7 +216,7 @@ def _step_last(
     extra: Mapping[str, Any],
 ) -> tuple[optax.Params, optax.OptState]:
     if isinstance(tx, EngineTransformation) and tx.engine.weights and params is not None:
-        return tx.engine.step(updates, state, params, factor)
+        return tx.engine.run(updates, state, params, gradient_scale=factor, direct=True)
     if isinstance(tx, Sampler):
 
         def take(
