@@ -93,19 +93,10 @@ class LeafBatch:
 
     def take(self, indices: Sequence[int]) -> "LeafBatch":
         """Select entries by index; the keys of all entries are kept."""
-
-        def column(values: Sequence[Any]) -> list[Any]:
-            return [values[i] for i in indices] if values else []
-
-        return self.replace(
-            plans=tuple(column(self.plans)),
-            gradients=column(self.gradients),
-            weights=column(self.weights),
-            states=column(self.states),
-            shared=column(self.shared),
-            operands=column(self.operands),
-            numbers=tuple(column(self.numbers)),
-        )
+        names = ("gradients", "weights", "states", "operands", *(["shared"] if self.shared else []))
+        columns = {name: [getattr(self, name)[i] for i in indices] for name in names}
+        plans, numbers = zip(*((self.plans[i], self.numbers[i]) for i in indices), strict=True)
+        return self.replace(plans=plans, numbers=numbers, **columns)
 
     def with_keys_in_order(self) -> "LeafBatch":
         """Drop the keys of other entries, so that entry i has key i."""

@@ -47,7 +47,7 @@ class Layout:
 
     def to_elements(self, of_groups: Any) -> Any:
         """Broadcast values per group to their elements."""
-        return groups.spread_tree(of_groups, self.length, self.group_size)
+        return jax.tree.map(lambda x: groups.spread(x, self.length, self.group_size), of_groups)
 
     def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
         """Unpack stored bytes into codes."""

@@ -62,7 +62,7 @@ def _step(
 # ---- on a CPU: small outputs in packed words -----------------------------------------------------
 
 _WEIGHT, _CORRECTION = "weight", "correction"
-Fields = dict[str, jnp.dtype]  # small outputs that share a 32-bit word, and their dtypes
+Fields = tuple[tuple[str, jnp.dtype], ...]  # small outputs that share a 32-bit word
 
 
 def packs(plan: LeafPlan, platform: str) -> bool:
@@ -79,24 +79,12 @@ def _words(plan: LeafPlan, has_weight: bool) -> list[Fields]:
     if has_weight and plan.split is not None:
         fields = {_WEIGHT: jnp.dtype(jnp.uint16), _CORRECTION: plan.split.dtype}
     fields |= {slot.name: slot.dtype for slot in plan.slots if slot.codec is not None}
-    words: list[Fields] = [{}]
-    for name, dtype in fields.items():
-        if sum(other.itemsize for other in words[-1].values()) + dtype.itemsize > 4:
-            words.append({})
-        words[-1][name] = dtype
+    words: list[Fields] = [()]
+    for field in fields.items():
+        if sum(dtype.itemsize for _, dtype in (*words[-1], field)) > 4:
+            words.append(())
+        words[-1] += (field,)
     return words
-
-
-def _unpack(word: jax.Array, fields: Fields) -> dict[str, jax.Array]:
-    """Return the small outputs of a word."""
-    if len(fields) == 1:
-        return dict.fromkeys(fields, word)
-    values, offset = {}, 0
-    for name, dtype in fields.items():
-        part = (word >> offset).astype(jnp.dtype(f"uint{8 * dtype.itemsize}"))
-        values[name] = lax.bitcast_convert_type(part, dtype)
-        offset += 8 * dtype.itemsize
-    return values
 
 
 def opaque(function: Any) -> Any:
@@ -162,8 +150,8 @@ def _computation(
     divisors = {name: divisor for name, (_, divisor) in measured.items()}
     noise = _noise(plan, keys, number) if plan.noisy else None
     words = [
-        _word(rule, plan, place, leaf, h, divisors, noise)
-        for place in range(len(_words(plan, leaf.p is not None)))
+        _word(rule, plan, fields, leaf, h, divisors, noise)
+        for fields in _words(plan, leaf.p is not None)
     ]
     return words, {name: scale for name, (scale, _) in measured.items()}
 
@@ -188,11 +176,11 @@ class _Unpacked(reference.Layout):
 
 
 @opaque
-@functools.partial(jax.jit, static_argnames=("rule", "plan", "place"))
+@functools.partial(jax.jit, static_argnames=("rule", "plan", "fields"))
 def _word(
     rule: UpdateRule,
     plan: LeafPlan,
-    place: int,
+    fields: Fields,
     leaf: Leaf,
     h: Mapping[str, jax.Array],
     divisors: Mapping[str, jax.Array],
@@ -200,11 +188,10 @@ def _word(
 ) -> jax.Array:
     """Return a word of the small outputs; XLA drops the computation of the others."""
     small = _small_outputs(rule, plan, leaf, h, divisors, noise)
-    fields = _words(plan, leaf.p is not None)[place]
     if len(fields) == 1:
-        return small[next(iter(fields))]
+        return small[fields[0][0]]
     word, offset = jnp.uint32(0), 0
-    for name, dtype in fields.items():
+    for name, dtype in fields:
         width = 8 * dtype.itemsize
         unsigned = lax.bitcast_convert_type(small[name], jnp.dtype(f"uint{width}"))
         word = word | (unsigned.astype(jnp.uint32) << offset)
@@ -247,7 +234,14 @@ def _outputs(
     """Return update and state from the packed words; f32 outputs are recomputed here."""
     small: dict[str, jax.Array] = {}
     for word, fields in zip(words, _words(plan, leaf.p is not None), strict=True):
-        small |= _unpack(word, fields)
+        offset = 0
+        for name, dtype in fields:
+            if len(fields) > 1:
+                part = (word >> offset).astype(jnp.dtype(f"uint{8 * dtype.itemsize}"))
+                small[name] = lax.bitcast_convert_type(part, dtype)
+                offset += 8 * dtype.itemsize
+            else:
+                small[name] = word
     stored = tuple(scales[slot.name] for slot in plan.slots if slot.codec)
     correction = small.get(_CORRECTION, leaf.state.correction)
     plain = any(slot.codec is None for slot in plan.slots)
