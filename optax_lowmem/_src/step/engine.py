@@ -19,12 +19,11 @@ from optax_lowmem._src.core.policy import warn_of_patterns
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.step import LeafPlan, choose, fused_updates, matrices
 from optax_lowmem._src.step.batch import LeafBatch, LeafState
-from optax_lowmem._src.step.masters import check_order, rounds_weights
 from optax_lowmem._src.step.matrix_axes import MatrixAxes
-from optax_lowmem._src.step.plan import plan_leaves, warn_of_four_bits
+from optax_lowmem._src.step.plan import plan_leaves, rounds_weights, warn_of_four_bits
 from optax_lowmem._src.step.prepare import prepare_leaves
 from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
-from optax_lowmem._src.step.state import StateFormat
+from optax_lowmem._src.step.state import StateFormat, check_order
 from optax_lowmem._src.step.storage import Storage
 
 Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.codecs import GroupCodec, MasterSplit, StoredSlot
+from optax_lowmem._src.codecs import GroupCodec, MasterSplit, StoredSlot, master_split
 from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core.block import Block, BlockStructure
 from optax_lowmem._src.core.policy import Policy
-from optax_lowmem._src.step.masters import choose_split, rounds_weights
 from optax_lowmem._src.step.matrix_axes import Matrices, MatrixAxes
 from optax_lowmem._src.step.rule import Slot, UpdateRule
 from optax_lowmem._src.step.storage import Storage
@@ -195,6 +194,47 @@ def decide_slot(
     return context.Decision(
         path, slot, codec.name, reason, group_size, codec, stochastic, shape=shape
     )
+
+
+def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
+    """Return the split for weights of a dtype; None for f32 or without master weights."""
+    if dtype == jnp.float32 or storage.master_weight_bits is None:
+        return None
+    rounding = storage.master_rounding or "stochastic"
+    return master_split(dtype, storage.master_weight_bits, storage.split, rounding)
+
+
+def rounds_weights(storage: Storage) -> bool:
+    """Return whether 16-bit weights without a correction are rounded stochastically."""
+    return storage.master_weight_bits is None and storage.master_rounding == "stochastic"
+
+
+def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:
+    """Return `split_for` of a leaf, and record the reason.
+
+    Raises:
+      ValueError: for fp16 weights that would be rounded stochastically.
+    """
+    split = split_for(storage, dtype)
+    rounds = rounds_weights(storage) and dtype != jnp.float32
+    if rounds and dtype != jnp.bfloat16:
+        raise ValueError(
+            f"weight '{path}' is {dtype}: only bfloat16 weights can be rounded stochastically "
+            "without a correction. Use master_weight_bits=24, or master_rounding='nearest'."
+        )
+    if split is not None:
+        reason = f"{split.bits}-bit master weights"
+        if split.bits == 24:
+            reason += f", {'stochastic' if split.stochastic else 'nearest'} rounding"
+    elif dtype == jnp.float32:
+        reason = "an f32 parameter is its own master weight"
+    elif rounds:
+        reason = "master_weight_bits is None: the weight itself is rounded, stochastically"
+    else:
+        reason = "master_weight_bits is None: steps under half an ulp of the weight are lost"
+    form, stochastic = (split.name, split.stochastic) if split else (None, rounds)
+    context.record(context.Decision(path, "correction", form, reason, stochastic=stochastic))
+    return split
 
 
 def plan_leaves(

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import array_metadata, explicit, trees, varying
+from optax_lowmem._src.codecs import MasterSplit
+from optax_lowmem._src.core import array_metadata, context, explicit, numerics, trees, varying
 from optax_lowmem._src.core.compiled import compiled, is_free
 from optax_lowmem._src.step.batch import LeafState
-from optax_lowmem._src.step.masters import initial_correction, promoted
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
 
@@ -166,6 +166,39 @@ def _zero_rest(
         others = {name: forms.get(name, _PLACEHOLDER) for name in fields if name not in made}
         rows.append({name: jnp.zeros(form.shape, form.dtype) for name, form in others.items()})
     return jnp.zeros((), jnp.int32), rows
+
+
+def check_order(gradients: list[jax.Array], params: optax.Params, correction: optax.Params) -> None:
+    """Raise if the dtypes show that gradients and parameters were swapped."""
+    rows = zip(trees.named_leaves(params), gradients, jax.tree.leaves(correction), strict=False)
+    for (path, p), g, kept in rows:
+        if p.dtype == jnp.float32 and numerics.is_narrow(g.dtype) and jnp.ndim(kept):
+            raise ValueError(
+                f"the gradient of '{path}' is {g.dtype} and the weight float32, but the state "
+                "corrects a 16-bit weight: they are in each other's place, or the weight was cast. "
+                "Call tx.update(grads, state, params), lowmem.step(tx, grads, state, params)."
+            )
+
+
+def promoted(path: str, correction: jnp.dtype) -> str:
+    """Return the error message for an f32 weight whose state corrects a 16-bit weight."""
+    return (
+        f"weight '{path}' is float32, but the state corrects a 16-bit weight (by {correction}). An "
+        "f32 update was added to it without a cast, as eqx.apply_updates and params + updates do: "
+        "use optax.apply_updates or lowmem.step, or make the optimizer with "
+        "update_dtype='param' (storage=Storage(update_dtype='param'), or the argument of "
+        "split_master_weights). If it was cast, or the state restored for other weights, begin "
+        "with params, state = lowmem.init(tx, params_f32). If gradients and weights are in each "
+        "other's place, call tx.update(grads, state, params)."
+    )
+
+
+def initial_correction(split: MasterSplit, path: str, leaf: jax.Array) -> jax.Array:
+    """Return the correction that `lowmem.init` provides, or else zero correction."""
+    provided = context.provided_correction(path)
+    if provided is not None:
+        return provided
+    return jnp.full_like(leaf, split.zero, dtype=split.dtype)
 
 
 def _misfit(plan: LeafPlan, field: str, array: Any, form: jax.ShapeDtypeStruct) -> str:
