@@ -1,6 +1,7 @@
 """Gradient accumulation at 2 bytes per parameter, or without a buffer."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import context, explicit, numerics, random, trees, varying
+from optax_lowmem._src.core.compiled import is_eager
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
 from optax_lowmem._src.step.rule import UpdateRule
@@ -107,22 +109,30 @@ class _Buffered:
         trees.match("gradient", updates, state.accumulated)
         means = _means(updates, state.accumulated, self.every)
 
+        # the same function object in each call, so that `jax.eval_shape` traces it once
+        update = functools.partial(self.inner.update, **extra) if extra else self.inner.update
+
         def step() -> tuple[optax.Updates, optax.OptState, optax.Updates]:
-            new, inner = self.inner.update(means, state.inner_state, params, **extra)
+            new, inner = update(means, state.inner_state, params)
             inner = trees.keep_dtypes(state.inner_state, inner)
             empty = jax.tree.map(jnp.zeros_like, state.accumulated)
             return new, inner, explicit.laid_like(empty, state.accumulated)
 
         def wait() -> tuple[optax.Updates, optax.OptState, optax.Updates]:
-            shapes = jax.eval_shape(step)[0]
+            shapes, _ = jax.eval_shape(update, means, state.inner_state, params)
             nothing = jax.tree.map(
                 lambda s: varying.over(jnp.zeros(s.shape, s.dtype), varying.axes_of(s)), shapes
             )
             nothing = explicit.laid_like(nothing, shapes)
             return nothing, state.inner_state, _rounded(means, state.seed, state.count)
 
-        last, micro_step, count = _counted(state.micro_step, state.count, self.every)
-        new, inner, buffer = lax.cond(last, step, wait)
+        last = state.micro_step == self.every - 1
+        if is_eager([last]):  # `lax.cond` would trace and compile its branches in each call
+            new, inner, buffer = step() if last else wait()
+        else:
+            new, inner, buffer = lax.cond(last, step, wait)
+        micro_step = jnp.where(last, 0, state.micro_step + 1)
+        count = optax.safe_increment(state.count)
         return new, AccumulationState(micro_step, count, state.seed, buffer, inner)
 
 
@@ -294,14 +304,6 @@ def _means(gradients: optax.Updates, means: Tree, every: int) -> Any:
     rows = zip(jax.tree.leaves(gradients), jax.tree.leaves(means), strict=True)
     added = [numerics.widen(a) + share * numerics.widen(g) for g, a in rows]
     return jax.tree.unflatten(jax.tree.structure(gradients), added)
-
-
-def _counted(
-    micro_step: jax.Array, count: jax.Array, every: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return whether this micro-batch is the last, and both counts after it."""
-    last = micro_step == every - 1
-    return last, jnp.where(last, 0, micro_step + 1), optax.safe_increment(count)
 
 
 def _micro_batch(
