@@ -25,9 +25,8 @@ from optax_lowmem._src.step.engine import Engine, EngineTransformation
 from optax_lowmem._src.step.masters import master_params
 from optax_lowmem._src.wrappers.chain import Chain
 from optax_lowmem._src.wrappers.compress import CompressedState
-from optax_lowmem._src.wrappers.init import init
+from optax_lowmem._src.wrappers.init import WeightDtype, init
 from optax_lowmem._src.wrappers.slots import map_slots
-from optax_lowmem._src.wrappers.start import WeightDtype
 
 # ---- the optax optimizer that corresponds to a low-memory one ------------------------------------
 
