@@ -24,7 +24,7 @@ from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord, na
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
 from optax_lowmem._src.step.masters import master_params
 from optax_lowmem._src.wrappers.chain import Chain
-from optax_lowmem._src.wrappers.compress import CompressedState
+from optax_lowmem._src.wrappers.compressor import CompressedState
 from optax_lowmem._src.wrappers.init import WeightDtype, init
 from optax_lowmem._src.wrappers.slots import map_slots
 
