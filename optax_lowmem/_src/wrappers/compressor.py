@@ -18,7 +18,7 @@ from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.compiled import compiled, each, is_free
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
 from optax_lowmem._src.step.masters import splits_masters
-from optax_lowmem._src.step.plan import decide_slot
+from optax_lowmem._src.step.plan import decide_slot, warn_of_four_bits
 from optax_lowmem._src.step.storage import check_codec
 from optax_lowmem._src.wrappers.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 
@@ -418,6 +418,7 @@ class Compressor:
         else:
             started, blocks = self._start(trees.widened(trees.with_values(params)))
             inner, scales = self._encode(started, params, seed, count, blocks=blocks)
+        warn_of_four_bits(shared=[], elementwise=self._in_four_bits(inner, scales))
         return CompressedState(count, seed, inner, scales)
 
     def _start(
@@ -480,6 +481,16 @@ class Compressor:
             codes = [slot.tree for slot in self._slots(inner)]
             inner = self._with_slots(start(trees.with_values(params)), codes)
         return inner, scales
+
+    def _in_four_bits(self, state: optax.OptState, scales: Mapping[str, Any]) -> list[str]:
+        """Return the paths of the leaves whose second moment is stored in 4-bit codes."""
+        return [
+            path
+            for slot in self._slots(state)
+            if slot.facts.moment == 2 and slot.codec.codes_per_byte > 1
+            for path, scale in trees.named_leaves(scales[slot.scales])
+            if scale.ndim
+        ]
 
     def update(
         self,
