@@ -84,18 +84,11 @@ def targets(
     """
     given = [getattr(p, "sharding", None) for p in jax.tree.leaves(params_like)]
     widest = max((s for s in given if s is not None), key=lambda s: len(s.device_set), default=None)
-    replicated = widest or SingleDeviceSharding(jnp.zeros(()).devices().pop())
-    if isinstance(replicated, NamedSharding):
-        replicated = NamedSharding(replicated.mesh, PartitionSpec())
-
-    def abstract(leaf: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
-        where = sharding or replicated
-        return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=where)
-
-    params = jax.tree.map(lambda p: abstract(p, getattr(p, "sharding", None)), params_like)
+    here = _everywhere(widest or SingleDeviceSharding(jnp.zeros(()).devices().pop()))
+    params = jax.tree.map(lambda p: _abstract(p, getattr(p, "sharding", None) or here), params_like)
     leaves, treedef = jax.tree.flatten(state_like)
     if shardings is None:
-        of_leaves = _as_parameters(params, state_like, decisions)
+        of_leaves = _as_parameters(params, state_like, here, decisions)
     else:
         of_leaves = trees.broadcast_prefix("the tree of shardings", shardings, state_like)
         for (path, _), sharding in zip(trees.named_leaves(state_like), of_leaves, strict=True):
@@ -104,14 +97,21 @@ def targets(
                     f"the sharding of state '{path}' is {sharding!r}: pass a jax.sharding.Sharding,"
                     " such as NamedSharding(mesh, spec)."
                 )
-    state = [abstract(leaf, s) for leaf, s in zip(leaves, of_leaves, strict=True)]
+    state = [_abstract(leaf, s) for leaf, s in zip(leaves, of_leaves, strict=True)]
     return params, jax.tree.unflatten(treedef, state)
 
 
+def _abstract(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=sharding)
+
+
 def _as_parameters(
-    params: optax.Params, state: optax.OptState, decisions: Sequence[context.Decision]
-) -> list[Sharding | None]:
-    """Return the sharding of each array of a state: that of its parameter, otherwise None.
+    params: optax.Params,
+    state: optax.OptState,
+    here: Sharding,
+    decisions: Sequence[context.Decision],
+) -> Sequence[Sharding]:
+    """Return the sharding of each array of a state: that of its parameter, otherwise `here`.
 
     An array belongs to a parameter if its path ends with the parameter's, and its shape is that of
     the parameter or of its codes.
@@ -134,8 +134,14 @@ def _as_parameters(
         owners = (known.get(name) for name in names)
         owner = next((p for p in owners if p is not None and p.shape == leaf.shape), None)
         of_codes = (narrow[name, leaf.shape] for name in names if (name, leaf.shape) in narrow)
-        results.append(next(of_codes, None) if owner is None else owner.sharding)
+        results.append(next(of_codes, here) if owner is None else owner.sharding)
     return results
+
+
+def _everywhere(sharding: Sharding) -> Sharding:
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
 
 
 # ---- save and restore ----------------------------------------------------------------------------
