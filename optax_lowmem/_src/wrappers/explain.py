@@ -60,12 +60,10 @@ def _in_some_steps(node: object) -> bool:
     parts = list(_parts(node))
     split = next(index for index, part in enumerate(parts) if _has_split(part))
     after = parts[split + 1 :] if _is_chain(node) else []
-    return any(map(_has_condition, after)) or any(map(_in_some_steps, parts))
-
-
-def _has_condition(node: object) -> bool:
     conditions = "ConditionallyTransformState", "ConditionallyMaskState"
-    return trees.holds(node, lambda inner: type(inner).__name__ in conditions)
+    return trees.holds(after, lambda inner: type(inner).__name__ in conditions) or any(
+        map(_in_some_steps, parts)
+    )
 
 
 def _is_split(node: object) -> bool:
@@ -122,15 +120,16 @@ def stale_corrections(
     results = []
     if of_split := [path for path in changed if path not in rounded]:
         results.append(
-            f"the updates of {_few(of_split)} are changed after the split of their master weights, "
-            "which makes the corrections stale. Put the transformation that changes them inside: "
+            f"the updates of {trees.some_of(of_split)} are changed after the split of their "
+            "master weights, which makes the corrections stale. Put the transformation that "
+            "changes them inside: "
             f"{_INSIDE}."
         )
     if of_rounded := [path for path in changed if path in rounded]:
         results.append(
-            f"the updates of {_few(of_rounded)} are changed after their 16-bit weights were "
-            "rounded stochastically: the changes are rounded to nearest, and steps under half an "
-            "ulp of a weight are lost. Put the transformation that changes them before the "
+            f"the updates of {trees.some_of(of_rounded)} are changed after their 16-bit weights "
+            "were rounded stochastically: the changes are rounded to nearest, and steps under half "
+            "an ulp of a weight are lost. Put the transformation that changes them before the "
             f"optimizer, or inside a split: {_INSIDE}."
         )
     return results
@@ -161,10 +160,6 @@ def rounded_distances(state: optax.OptState) -> list[str]:
     ]
 
 
-def _few(paths: list[str]) -> str:
-    return ", ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
-
-
 def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) -> list[str]:
     rng = np.random.default_rng(0)
 
@@ -173,7 +168,8 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
         return jnp.asarray(rng.normal(size=shape)).astype(leaf.dtype)
 
     weights = jax.tree.map(small, params)
-    state = tx.init(weights)
+    with context.recording():  # without the warnings of a user's `init`
+        state = tx.init(weights)
     fast = weights.fast if isinstance(weights, optax.LookaheadParams) else weights
     grads = jax.tree.map(lambda w: jnp.full(w.shape, 0.5, jnp.float32), fast)
     with context.emitting() as emitted:
