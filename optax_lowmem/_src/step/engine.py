@@ -38,12 +38,7 @@ from optax_lowmem._src.step import LeafPlan, LeafState, choose, fused_updates, m
 from optax_lowmem._src.step.batch import LeafBatch
 from optax_lowmem._src.step.masters import check_order, initial_correction, promoted, rounds_weights
 from optax_lowmem._src.step.matrix_axes import MatrixAxes
-from optax_lowmem._src.step.plan import (
-    SlotPlan,
-    plan_leaves,
-    second_moments_in_four_bits,
-    warn_of_four_bits,
-)
+from optax_lowmem._src.step.plan import SlotPlan, plan_leaves, warn_of_four_bits
 from optax_lowmem._src.step.prepare import prepare_leaves
 from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
 from optax_lowmem._src.step.storage import Storage
@@ -113,7 +108,7 @@ class Engine:
         warn_of_patterns(self.storage.policy, params)
         if self.structure is not None:
             self.structure.warn(params)
-        warn_of_four_bits(*second_moments_in_four_bits(plans))
+        warn_of_four_bits(plans)
         forms, of_shared = [plan.storage for plan in plans], [p.shared_storage for p in plans]
         if is_free(leaves):
             made = compiled(_zero_state)(plans, leaves, forms, of_shared)

@@ -312,23 +312,18 @@ def _plan_slot(
     return SlotPlan(name, kept, dtype, decision.stochastic)
 
 
-def second_moments_in_four_bits(plans: Sequence[LeafPlan]) -> tuple[list[str], list[str]]:
-    """Return the paths of leaves with second moments in 4 bits: shared ones, elementwise ones."""
-    shared, elementwise = [], []
+def warn_of_four_bits(plans: Sequence[LeafPlan]) -> None:
+    """Warn of second moments in 4-bit codes, in `init`, which sees all leaves."""
+    if context.is_recording():
+        return
+    shared, own = [], []
     for plan in plans:
         shares = plan.block is not None and not plan.block.elementwise
         if shares and any(map(_in_four_bits, plan.shared)):
             shared.append(plan.path)
         elif any(map(_in_four_bits, (*plan.slots, *plan.shared))):
-            elementwise.append(plan.path)
-    return shared, elementwise
-
-
-def warn_of_four_bits(shared: Sequence[str], elementwise: Sequence[str]) -> None:
-    """Warn of leaves with second moments in 4 bits, in `init`, which sees all leaves."""
-    if context.is_recording():
-        return
-    for paths, message in ((shared, _SHARED_FOUR_BITS), (elementwise, _ELEMENTWISE_FOUR_BITS)):
+            own.append(plan.path)
+    for paths, message in ((shared, _SHARED_FOUR_BITS), (own, ELEMENTWISE_FOUR_BITS)):
         if paths:
             others = f" and {len(paths) - 1} more" if paths[1:] else ""
             warnings.warn(message.format(f"leaf '{paths[0]}'{others}"), stacklevel=3)
@@ -343,7 +338,7 @@ _SHARED_FOUR_BITS = (
     "memory, and each error affects all of these elements. Keep them in f32 with nu=None, for "
     "example Storage.four_bit(nu=None)."
 )
-_ELEMENTWISE_FOUR_BITS = (
+ELEMENTWISE_FOUR_BITS = (
     "second moments of single elements ({}) are stored in 4 bits: small ones in a group with "
     "larger ones may be stored too large, and their weights then move too slowly. "
     "flash_factored_adamw with storage=Storage.four_bit(nu=None, group_size=32) has no such codes "

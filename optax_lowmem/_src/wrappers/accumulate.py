@@ -165,7 +165,7 @@ class _Direct:
         h |= {name: jnp.where(last, h[name], 0) for name in ("lr", "decay") if name in h}
         micro_step = jnp.where(last, 0, state.micro_step + 1)
         count = optax.safe_increment(state.count)
-        new, inner = self.engine.run(updates, state.inner_state, params, h, count)
+        new, inner = self.engine.run(updates, state.inner_state, params, h=h, count=count)
         inner = inner._replace(count=jnp.where(last, optax.safe_increment(steps), steps))
         return new, AccumulationState(micro_step, count, state.seed, None, inner)
 

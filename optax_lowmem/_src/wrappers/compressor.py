@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import types
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.compiled import compiled, each, is_free
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
 from optax_lowmem._src.step.masters import splits_masters
-from optax_lowmem._src.step.plan import decide_slot, warn_of_four_bits
+from optax_lowmem._src.step.plan import ELEMENTWISE_FOUR_BITS, decide_slot
 from optax_lowmem._src.step.storage import check_codec
 from optax_lowmem._src.wrappers.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 
@@ -418,7 +419,11 @@ class Compressor:
         else:
             started, blocks = self._start(trees.widened(trees.with_values(params)))
             inner, scales = self._encode(started, params, seed, count, blocks=blocks)
-        warn_of_four_bits(shared=[], elementwise=self._in_four_bits(inner, scales))
+        paths = self._in_four_bits(inner, scales)
+        if paths and not context.is_recording():
+            others = f" and {len(paths) - 1} more" if paths[1:] else ""
+            message = ELEMENTWISE_FOUR_BITS.format(f"leaf '{paths[0]}'{others}")
+            warnings.warn(message, stacklevel=2)
         return CompressedState(count, seed, inner, scales)
 
     def _start(
