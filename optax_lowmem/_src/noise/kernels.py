@@ -213,7 +213,7 @@ _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
 def no_kernel_reason(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
     """Return why no kernel supports an array here, or None if one does."""
-    if context.implementation() == "xla":
+    if context.step_arguments().implementation == "xla":
         return "implementation='xla'"
     reason = platform.no_kernel_reason(x)
     if reason is not None:

@@ -187,6 +187,7 @@ def _convert_linen(model: linen.Module, chosen: Chooser, to: To) -> linen.Module
     return _converted(base, chosen, to)(**fields)
 
 
+# Flax constructs the modules inside a converted one: only this tells them that it is running
 _running: contextvars.ContextVar[tuple[type, ...]] = contextvars.ContextVar("running", default=())
 
 
