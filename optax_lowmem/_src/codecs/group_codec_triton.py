@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.codecs import GroupCodec, group_codec
+from optax_lowmem._src.codecs import GroupCodec, decode_array, group_codec
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.groups import Tile, Tiling, result_like
 from optax_lowmem._src.kernels import gpu_kernel, gpu_triton, tiles
@@ -117,7 +117,7 @@ def decode(
     tile: Tile = Tile(),  # noqa: B008 (frozen)
     backend: str = "pallas",
 ) -> jax.Array:
-    """Run `group_codec.decode_plain` as one kernel.
+    """Run `decode_array` as one kernel.
 
     Args:
       codec: the codec that encoded them.
@@ -128,9 +128,7 @@ def decode(
       tile: elements and warps per program.
       backend: as for `gpu_kernel.launch`.
     """
-    wanted = functools.partial(
-        group_codec.decode_plain, codec, group_size=group_size, length=length
-    )
+    wanted = functools.partial(decode_array, codec, group_size=group_size, length=length)
     values = jax.eval_shape(wanted, codes, scales)
     tiling = Tiling(values.shape, group_size, tile.elements)
     viewed = tiling.of_bytes(codec.codes_per_byte).element_view(codes)
