@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from optax_lowmem._src.codecs.base import (
     Float16Scale,
     Float32Scale,
     GroupCodec,
-    ScaleFormat,
     Span,
 )
 from optax_lowmem._src.core import numerics
@@ -40,7 +39,7 @@ class CompandedCodec(GroupCodec):
       signed: whether values may be negative.
     """
 
-    scale: ScaleFormat = dataclasses.field(default_factory=Float32Scale)
+    scale: Any = dataclasses.field(default_factory=Float32Scale)
 
     least: ClassVar[float] = _MIN_NORMAL  # `magnitude` of the smallest normal number
 
@@ -176,7 +175,7 @@ class SoftsignCodec(CompandedCodec):
       bits: bits per code.
     """
 
-    scale: ScaleFormat = dataclasses.field(default_factory=E8M8Scale)
+    scale: Any = dataclasses.field(default_factory=E8M8Scale)
     bits: int = 8
 
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:

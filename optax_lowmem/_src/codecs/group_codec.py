@@ -201,7 +201,7 @@ def decode(
     chosen = _choose(codec, codes, group_size, implementation)
     if chosen == "xla":
         return explicit.left_to_xla(
-            lambda *stored: decode_array(codec, *stored, group_size, length),
+            lambda codes, scales: decode_array(codec, codes, scales, group_size, length),
             explicit.of_values(codes, length), codes, scales,
         )  # fmt: skip
     from optax_lowmem._src.codecs import group_codec_triton
