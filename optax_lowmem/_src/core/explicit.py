@@ -13,13 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core.compiled import is_eager
-from optax_lowmem._src.core.placement import (
-    Placement,
-    beside,
-    entry,
-    placement,
-    sharding_of_state,
-)
+from optax_lowmem._src.core.placement import Placement, beside, entry, placement
 from optax_lowmem._src.core.typing import Shaped, Tree
 
 
@@ -52,10 +46,7 @@ def of_state(path: str, x: Shaped, shape: tuple[int, ...], group_size: int) -> N
       shape: shape of the state array.
       group_size: number of neighbours of the parameter's last axis that share a scale.
     """
-    place = placement_of(path, x)
-    if place is None:
-        return None
-    return sharding_of_state(place, tuple(x.shape), shape, (group_size,))
+    return beside(path, tuple(x.shape), sharding_of(x), shape, (group_size,))
 
 
 def of_values(codes: Any, length: int) -> NamedSharding | None:
@@ -118,15 +109,11 @@ def left_to_xla(function: Callable[..., Any], shardings: Any, *args: Any) -> Any
       The result, with these shardings if the types of `args` have Explicit axes.
     """
     leaves = jax.tree.leaves(args)
-    meshes = [s.mesh for s in map(sharding_of, leaves) if s is not None]
-    if not meshes:
+    mesh = next((s.mesh for s in map(sharding_of, leaves) if s is not None), None)
+    if mesh is None:
         return function(*args)
-    mesh = meshes[0]
-
-    def filled(sharding: NamedSharding | None) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec()) if sharding is None else sharding
-
-    out = jax.tree.map(filled, shardings, is_leaf=lambda node: node is None)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    out = jax.tree.map(lambda s: s or replicated, shardings, is_leaf=lambda node: node is None)
     free = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
     return (jax.jit(free) if is_eager(leaves) else free)(*args)
 
@@ -151,7 +138,5 @@ def on_each_device(
     """
     if typed:
         args = jax.tree.map(lambda spec, x: laid(x, NamedSharding(mesh, spec)), specs, args)
-    mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
-    )
-    return mapped(*args)
+    how = {"in_specs": specs, "out_specs": out_specs, "check_vma": False}
+    return jax.shard_map(function, mesh=mesh, **how)(*args)

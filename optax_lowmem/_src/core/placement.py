@@ -186,10 +186,6 @@ def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | Abstract
     return mesh
 
 
-def _is_sharding(node: object) -> bool:
-    return node is None or isinstance(node, NamedSharding | PartitionSpec)
-
-
 def of_parameters(params: optax.Params, shardings: object) -> list[Sharding]:
     """Return the sharding of each parameter: a NamedSharding, a PartitionSpec or None.
 
@@ -197,14 +193,14 @@ def of_parameters(params: optax.Params, shardings: object) -> list[Sharding]:
       ValueError: if the trees have different structures.
     """
     names = [name for name, _ in trees.named_leaves(params)]
-    result = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=_is_sharding)
+    result = jax.tree_util.tree_leaves_with_path(
+        shardings, is_leaf=lambda n: n is None or isinstance(n, NamedSharding | PartitionSpec)
+    )
     other = [trees.path_name(path) for path, _ in result]
-    if other != names:
-        missing = [name for name in names if name not in other]
-        extra = [name for name in other if name not in names]
+    if differs := trees.difference(names, other):
         raise ValueError(
-            "the shardings do not have the structure of the parameters: missing "
-            f"{missing[:3]}, extra {extra[:3]}. Give one for each; None means replicated."
+            f"the shardings do not have the structure of the parameters: {differs}. Give one for "
+            "each; None means replicated."
         )
     return [sharding for _, sharding in result]
 

@@ -13,8 +13,6 @@ from optax_lowmem._src.core import context, varying
 from optax_lowmem._src.core.reprs import ShowsChanges
 from optax_lowmem._src.core.trees import holds, mask_values, named_leaves
 
-_SCALAR = "a 0-d leaf has no group"
-
 
 @dataclasses.dataclass(frozen=True)
 class Policy(ShowsChanges):
@@ -61,7 +59,7 @@ class Policy(ShowsChanges):
         """
         context.note_policy(self)
         if not shape:
-            return _SCALAR
+            return "a 0-d leaf has no group"
         size = math.prod(shape)
         if size == 0:
             return "the leaf is empty"
@@ -72,11 +70,6 @@ class Policy(ShowsChanges):
             if of_slot in ("", slot) and fnmatch.fnmatchcase(path, glob):
                 return f"excluded by the pattern '{pattern}'"
         return None
-
-    def unmatched(self, paths: Iterable[str]) -> list[str]:
-        """Return the patterns of `exclude` that match none of these paths, in any slot."""
-        paths = list(paths)
-        return [p for p in self.exclude if not fnmatch.filter(paths, _parsed(p)[1])]
 
     def masked_out(self, tree: optax.Params) -> set[str]:
         """Return the paths of the leaves that the mask leaves uncompressed."""
@@ -92,7 +85,8 @@ def unmatched_patterns(policies: Iterable[Policy], tree: optax.Params) -> list[s
     return [
         f"the pattern {pattern!r} of Policy.exclude matches no leaf"
         for policy in policies
-        for pattern in policy.unmatched(paths)
+        for pattern in policy.exclude
+        if not fnmatch.filter(paths, _parsed(pattern)[1])
     ]
 
 
