@@ -104,12 +104,9 @@ class Structure:
     def infer(self, params: optax.Params) -> dict[str, Block]:
         """Call `infer` with these arguments."""
         return infer(
-            params,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            rules=self.rules,
+            params, heads=self.heads, kv_heads=self.kv_heads, rules=self.rules,
             default=self.default or "whole",
-        )
+        )  # fmt: skip
 
     def embeddings(self, params: optax.Params) -> set[str]:
         """Return the paths of the embedding tables."""
@@ -243,17 +240,10 @@ class Description:
 
     def __str__(self) -> str:
         """Return a line per leaf, with `?` if it was not recognised, and the totals."""
-        cells = [
-            (
-                " " if row.block.known else "?",
-                row.path,
-                "x".join(map(str, row.shape)) or "()",
-                row.words,
-                str(row.values),
-                row.block.reason,
-            )
-            for row in self.rows
-        ]
+        cells = []
+        for row in self.rows:
+            mark, shape = " " if row.block.known else "?", "x".join(map(str, row.shape)) or "()"
+            cells.append((mark, row.path, shape, row.words, str(row.values), row.block.reason))
         widths = [max((len(c[column]) for c in cells), default=0) for column in range(5)]
         lines = [
             f"{mark} {path:<{widths[1]}}  {shape:<{widths[2]}}  {words:<{widths[3]}}  "

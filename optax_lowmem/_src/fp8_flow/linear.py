@@ -216,6 +216,24 @@ class Projection:
         )
 
 
+def apply_layer(
+    layer: Any,
+    x: jax.Array | Coded,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    absmax: jax.Array | None,
+    codes: QuantizedKernel | None,
+) -> jax.Array:
+    """Apply `linear` with the options of a Flax layer, and add the bias."""
+    y = linear(
+        x, kernel, kernel_absmax=absmax, kernel_codes=codes, recipe=layer.recipe,
+        keep="codes" if isinstance(x, Coded) else layer.keep, precision=layer.precision,
+    )  # fmt: skip
+    if getattr(layer, "preferred_element_type", None) is not None:
+        y = y.astype(layer.preferred_element_type)
+    return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+
+
 # ---- products in the dtype of the inputs ---------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from jax.lax import PrecisionLike
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from optax_lowmem._src.core import derivative, varying
+from optax_lowmem._src.core import derivative, explicit, varying
 from optax_lowmem._src.losses.products import (
     FP8,
     FP8_INPUTS,
@@ -285,28 +285,22 @@ class _Layout:
         self, hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Reshard the arguments to `specs` on Explicit axes; on Auto axes shard_map does it."""
-        if not self.explicit:
-            return hidden, head, labels, weights
-        labels = jax.sharding.reshard(labels, self._on(self.of_tokens))
+        labels = self._laid(labels, self.of_tokens)
         if weights is not None:
-            weights = jax.sharding.reshard(weights, self._on(self.of_tokens))
-        hidden = jax.sharding.reshard(hidden, self._on(self.of_hidden))
-        return hidden, head, labels, weights
+            weights = self._laid(weights, self.of_tokens)
+        return self._laid(hidden, self.of_hidden), head, labels, weights
 
     def gathered(self, head: jax.Array) -> jax.Array:
         """Gather the head's width on Explicit axes."""
-        if not self.explicit:
-            return head
-        return jax.sharding.reshard(head, self._on(self.of_head()))
+        return self._laid(head, self.of_head())
 
     def as_head(self, x: jax.Array) -> jax.Array:
         """Reshard a gradient to the head's sharding, on Explicit axes."""
-        if not self.explicit:
-            return x
-        return jax.sharding.reshard(x, self._on(self.of_head(self.width)))
+        return self._laid(x, self.of_head(self.width))
 
-    def _on(self, spec: P) -> jax.sharding.NamedSharding:
-        return jax.sharding.NamedSharding(self.mesh, spec)
+    def _laid(self, x: jax.Array, spec: P) -> jax.Array:
+        sharding = jax.sharding.NamedSharding(self.mesh, spec) if self.explicit else None
+        return explicit.laid(x, sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,7 +351,7 @@ def _layout(
     specs: tuple[P, P] | None,
     vocab_axis: int,
 ) -> _Layout | None:
-    explicit = False
+    typed = False
     if specs is None:
         if mesh is not None:
             raise ValueError("mesh without specs: also pass specs, for hidden and head")
@@ -365,7 +359,7 @@ def _layout(
         meshes = [own.mesh for own in types if own.mesh.explicit_axes]
         if not meshes:
             return None
-        mesh, explicit = meshes[0], True
+        mesh, typed = meshes[0], True
         specs = tuple(own.spec for own in types[:2])
     elif mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
@@ -379,8 +373,8 @@ def _layout(
     except (TypeError, ValueError):
         raise ValueError(f"specs={specs!r}: pass a pair, for hidden and head") from None
     width, vocab = of_head if vocab_axis else of_head[::-1]
-    manual = frozenset(mesh.explicit_axes if explicit else mesh.axis_names)
-    layout = _Layout(mesh, of_hidden[:-1], width, vocab, manual, explicit, vocab_axis)
+    manual = frozenset(mesh.explicit_axes if typed else mesh.axis_names)
+    layout = _Layout(mesh, of_hidden[:-1], width, vocab, manual, typed, vocab_axis)
     both = sorted(set(layout.batch) & set(vocab))
     if both:
         raise ValueError(
