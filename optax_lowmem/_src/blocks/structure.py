@@ -12,6 +12,7 @@ from optax_lowmem._src.blocks.kinds import classify, is_embedding
 from optax_lowmem._src.blocks.leaves import Heads, Leaves, ModuleLeaf, leaves_of, whole
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.block import Block, is_int
+from optax_lowmem._src.core.hyperparameters import check_choice
 
 Rule = tuple[str, Block | Sequence[int] | str]
 
@@ -134,8 +135,7 @@ def _checked(heads: int | None, kv_heads: int | None, rules: Sequence[Rule], def
     for name, count in (("heads", heads), ("kv_heads", kv_heads)):
         if count is not None and not (is_int(count) and count > 0):
             raise ValueError(f"{name} must be a number of heads >= 1 or None, got {count!r}")
-    if default not in _WORDS:
-        raise ValueError(f"default must be 'whole' or 'elementwise', got {default!r}")
+    check_choice("default", default, _WORDS)
     for rule in rules:
         if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)):
             raise TypeError(

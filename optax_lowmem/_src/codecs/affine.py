@@ -95,13 +95,7 @@ class AffineCodec(GroupCodec):
         return self.scale.encode(bits, zero), Grid(step, (zero - 128).astype(jnp.float32))
 
     def quantize(self, x: jax.Array, divisor: Grid, noise: jax.Array | None = None) -> jax.Array:
-        """Return codes of f32 values, elementwise; `divisor` and `noise` broadcast.
-
-        Args:
-          x: f32 values of any shape.
-          divisor: the grid (from `measure`) of each element's group.
-          noise: uniforms in [0, 1) for stochastic rounding; None rounds to nearest.
-        """
+        """Return codes of f32 values; `divisor` is the grid of each element's group."""
         if not self.guarded:
             steps = numerics.quotient(x, divisor.step)
             return self._paper_codes(jnp.clip(steps, -_FAR, _FAR), divisor.zero, noise)

@@ -120,10 +120,6 @@ class Span(NamedTuple):
     values: jax.Array
     largest: bool = True  # reduce by the maximum, else by the minimum
 
-    def over_groups(self) -> jax.Array:
-        """Return the maximum (or minimum) over each group, the last axis."""
-        return (jnp.max if self.largest else jnp.min)(self.values, axis=-1)
-
     def of_two(self, one: jax.Array, other: jax.Array) -> jax.Array:
         """Return the elementwise maximum (or minimum) of two arrays."""
         return (jnp.maximum if self.largest else jnp.minimum)(one, other)
@@ -246,7 +242,9 @@ class GroupCodec(ShowsChanges, abc.ABC):
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, Any]:
         """Return the stored scales [..., groups] of a group view, and divisors for `quantize`."""
-        return self.scaled(tuple(span.over_groups() for span in self.spans(x)))
+        spans = self.spans(x)
+        ends = tuple((jnp.max if s.largest else jnp.min)(s.values, axis=-1) for s in spans)
+        return self.scaled(ends)
 
     @abc.abstractmethod
     def spans(self, x: jax.Array) -> tuple[Span, ...]:

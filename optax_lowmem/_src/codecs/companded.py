@@ -107,13 +107,7 @@ class CompandedCodec(GroupCodec):
     def quantize(
         self, x: jax.Array, divisor: jax.Array, noise: jax.Array | None = None
     ) -> jax.Array:
-        """Return codes of f32 values, elementwise; `divisor` and `noise` broadcast.
-
-        Args:
-          x: f32 values of any shape.
-          divisor: result of `measure` for each element's group.
-          noise: uniforms in [0, 1) for stochastic rounding; None rounds to nearest.
-        """
+        """Return codes of f32 values, as `GroupCodec.quantize`."""
         y = self.magnitude(x)
         z = jnp.minimum(self.position(y, divisor), jnp.float32(self.levels))
         if noise is None and not self.guarded:  # rounded as by the official implementation

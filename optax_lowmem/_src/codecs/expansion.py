@@ -161,13 +161,7 @@ class ExpandedCodec(GroupCodec):
         return numerics.log2(self._magnitude(x) * power.inverse) * power.k + power.start
 
     def quantize(self, x: jax.Array, divisor: Power, noise: jax.Array | None = None) -> jax.Array:
-        """Return codes of f32 values, elementwise; `divisor` and `noise` broadcast.
-
-        Args:
-          x: f32 values of any shape.
-          divisor: the `Power` (from `measure`) of each element's group.
-          noise: uniforms in [0, 1) for stochastic rounding; None rounds expanded values to nearest.
-        """
+        """Return codes of f32 values; without noise, expanded values are rounded to nearest."""
         codes = self.inner.round_octaves(self._octaves(x, divisor), noise, divisor.odds)
         codes = jnp.where(self._magnitude(x) >= jnp.float32(_MIN_NORMAL), codes, jnp.int32(0))
         codes = jnp.where(x < 0, -codes, codes) if self.signed else codes

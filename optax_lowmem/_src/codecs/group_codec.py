@@ -26,15 +26,7 @@ from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 def encode_plain(
     codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None = None, slot: str = ""
 ) -> tuple[jax.Array, jax.Array]:
-    """Return codes and scales of an array [..., n], shaped as in `codec.storage`.
-
-    Args:
-      codec: the codec to store it with.
-      x: values [..., n], f32 or 16-bit.
-      group_size: neighbours on the last axis that share a scale.
-      key: a uint32 scalar for stochastic rounding, from `random.leaf_key`; None rounds to nearest.
-      slot: name of the leaf's slot, for the random bits.
-    """
+    """Encode as `encode`, with noise from a key: the specification of every kernel."""
     noise = None if key is None else random.uniforms(key, x.shape, group_size, slot)
     return encode_array(codec, x, group_size, noise)
 

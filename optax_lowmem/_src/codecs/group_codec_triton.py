@@ -83,17 +83,7 @@ def encode(
     tile: Tile = Tile(),  # noqa: B008 (frozen)
     backend: str = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
-    """Run `group_codec.encode_plain` as one kernel.
-
-    Args:
-      codec: the codec to store it with.
-      x: values [..., n], f32 or 16-bit.
-      group_size: neighbours on the last axis that share a scale.
-      key: a uint32 scalar for stochastic rounding; None rounds to nearest.
-      slot: name of the leaf's slot, for the random bits.
-      tile: elements and warps per program.
-      backend: as for `gpu_kernel.launch`.
-    """
+    """Run `group_codec.encode_plain` as one kernel; `backend` is that of `gpu_kernel.launch`."""
     tiling = Tiling(x.shape, group_size, tile.elements)
     wanted = functools.partial(group_codec.encode_plain, codec, group_size=group_size)
     codes, scales = jax.eval_shape(wanted, x, key=key)
@@ -117,17 +107,7 @@ def decode(
     tile: Tile = Tile(),  # noqa: B008 (frozen)
     backend: str = "pallas",
 ) -> jax.Array:
-    """Run `decode_array` as one kernel.
-
-    Args:
-      codec: the codec that encoded them.
-      codes: stored codes.
-      scales: [..., ceil(n / group_size)].
-      group_size: neighbours on the last axis that share a scale.
-      length: n; required if codes share bytes.
-      tile: elements and warps per program.
-      backend: as for `gpu_kernel.launch`.
-    """
+    """Run `decode_array` as one kernel; `backend` is that of `gpu_kernel.launch`."""
     wanted = functools.partial(decode_array, codec, group_size=group_size, length=length)
     values = jax.eval_shape(wanted, codes, scales)
     tiling = Tiling(values.shape, group_size, tile.elements)

@@ -146,10 +146,9 @@ def note_policy(policy: Any) -> None:
         log.append(policy)
 
 
-def is_observed() -> bool:
-    """Return whether a `recording`, `noting_policies` or `providing` context is active."""
-    now = _context.get()
-    return any(value is not None for value in (now.decisions, now.policies, now.masters))
+def current() -> Context:
+    """Return what enclosing contexts have asked for."""
+    return _context.get()
 
 
 def is_recording() -> bool:
@@ -203,11 +202,6 @@ def record(decision: Decision) -> None:
     log = _context.get().decisions
     if log is not None:
         log.append(decision)
-
-
-def is_emitting() -> bool:
-    """Return whether an enclosing `emitting` context collects updates."""
-    return _context.get().emitted is not None
 
 
 def emit(path: str, update: jax.Array) -> None:

@@ -80,21 +80,21 @@ def filled(path: str, x: Any, form: jax.ShapeDtypeStruct, group_size: int, value
     given = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if not isinstance(given, NamedSharding) or sharding_of(x) is not None:
         own = of_state(path, x, form.shape, group_size)
-        return laid(jnp.full(form.shape, value, form.dtype), own)
+        return reshard(jnp.full(form.shape, value, form.dtype), own)
     own = beside(path, tuple(x.shape), given, form.shape, (group_size,))
     return jnp.full(form.shape, value, form.dtype, device=own)
 
 
-def laid(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+def reshard(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
     """Reshard an array to the given sharding; return it unchanged if there is none."""
     if sharding is None or sharding_of(x) == sharding:
         return x
     return jax.sharding.reshard(x, sharding)
 
 
-def laid_like(tree: Tree, other: object) -> Tree:
+def reshard_like(tree: Tree, other: object) -> Tree:
     """Reshard the arrays of a tree to the shardings in the types of another tree's arrays."""
-    return jax.tree.map(lambda x, like: laid(x, sharding_of(like)), tree, other)
+    return jax.tree.map(lambda x, like: reshard(x, sharding_of(like)), tree, other)
 
 
 def left_to_xla(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
@@ -137,6 +137,6 @@ def on_each_device(
       *args: trees of arrays.
     """
     if typed:
-        args = jax.tree.map(lambda spec, x: laid(x, NamedSharding(mesh, spec)), specs, args)
+        args = jax.tree.map(lambda spec, x: reshard(x, NamedSharding(mesh, spec)), specs, args)
     how = {"in_specs": specs, "out_specs": out_specs, "check_vma": False}
     return jax.shard_map(function, mesh=mesh, **how)(*args)

@@ -23,6 +23,12 @@ def entry(axes: Axes) -> None | str | Axes:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
+def axes_of(spec: PartitionSpec, rank: int) -> list[Axes]:
+    """Return the mesh axes that shard each dimension."""
+    entries = [*spec, *[None] * (rank - len(spec))]
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """The sharding of an array.
@@ -133,8 +139,7 @@ def placement(
     """
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding or PartitionSpec()
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else mesh
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+    axes = axes_of(spec, len(shape))
     where = f"parameter '{path}' of shape {shape} with {spec}"
     if len(axes) > len(shape):
         raise ValueError(f"{where}: the spec has more entries than the parameter has dimensions.")

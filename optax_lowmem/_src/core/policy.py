@@ -63,7 +63,7 @@ class Policy(ShowsChanges):
         size = math.prod(shape)
         if size == 0:
             return "the leaf is empty"
-        if size < self.min_size and not (stored and varying.of_parts()):
+        if size < self.min_size and not (stored and varying.sees_shards()):
             return f"{size} elements, fewer than min_size={self.min_size}"
         for pattern in self.exclude:
             of_slot, glob = _parsed(pattern)
@@ -92,7 +92,10 @@ def unmatched_patterns(policies: Iterable[Policy], tree: optax.Params) -> list[s
 
 def warn_of_patterns(policy: Policy, tree: optax.Params) -> None:
     """Warn of patterns that match nothing, unless `tree` is masked or a caller will warn."""
-    if not policy.exclude or context.is_observed() or not jax.tree.leaves(tree):
+    now = context.current()
+    if any(asked is not None for asked in (now.decisions, now.policies, now.masters)):
+        return
+    if not policy.exclude or not jax.tree.leaves(tree):
         return
     if not holds(tree, lambda node: isinstance(node, optax.MaskedNode)):
         for warning in unmatched_patterns([policy], tree):

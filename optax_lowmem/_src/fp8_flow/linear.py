@@ -11,6 +11,7 @@ from jax.lax import PrecisionLike
 
 from optax_lowmem._src import quantized_matmul as matmul
 from optax_lowmem._src.core import derivative, explicit, varying
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.kernels import Transposed
 from optax_lowmem._src.fp8_flow.storage import (
@@ -98,15 +99,17 @@ def linear(
     value = x.value if isinstance(x, Coded) else x
     if kernel.ndim != 2 or value.shape[-1:] != kernel.shape[:1]:
         raise ValueError(f"a kernel{list(kernel.shape)} for x{list(value.shape)}: pass [k, m]")
-    if keep not in KEEPS:
-        raise ValueError(f"keep must be one of {', '.join(KEEPS)}, got {keep!r}")
+    check_choice("keep", keep, KEEPS)
     if keep == "input" and isinstance(x, Coded):
         raise ValueError("keep='input' is for an array; a quantized activation is kept as codes")
     _check_given(kernel, kernel_absmax, kernel_codes, recipe)
     with jax.named_scope("linear"):
         static = _Linear(recipe, keep == "input", precision)
         if not recipe.quantizes:
-            return _in_own_precision(static, *varying.alike(x, kernel))
+            x, kernel = varying.alike(x, kernel)
+            if isinstance(x, Coded) and x.source is not None:
+                return _recomputing(static, x, kernel)
+            return _times(static, value_of(x), kernel)
         # not a copy of the codes, which a scan over layers would stack as a residual
         given = lax.stop_gradient(kernel_absmax) if kernel_codes is None else kernel_codes
         x = x if static.keeps_input else storage.code(x)
@@ -207,13 +210,9 @@ class Projection:
     def __call__(self, x: jax.Array | Coded) -> jax.Array:
         """Apply `linear`."""
         return linear(
-            x,
-            self.kernel,
-            kernel_absmax=self.kernel_absmax,
-            kernel_codes=self.kernel_codes,
-            keep=self.keep,
-            recipe=self.recipe,
-        )
+            x, self.kernel, kernel_absmax=self.kernel_absmax, kernel_codes=self.kernel_codes,
+            keep=self.keep, recipe=self.recipe,
+        )  # fmt: skip
 
 
 def apply_layer(
@@ -235,12 +234,6 @@ def apply_layer(
 
 
 # ---- products in the dtype of the inputs ---------------------------------------------------------
-
-
-def _in_own_precision(static: _Linear, x: jax.Array | Coded, kernel: jax.Array) -> jax.Array:
-    if isinstance(x, Coded) and x.source is not None:
-        return _recomputing(static, x, kernel)
-    return _times(static, value_of(x), kernel)
 
 
 def _times(static: _Linear, x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -75,12 +75,7 @@ def spread(of_blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def words_of(key: jax.Array, shape: tuple[int, ...], draws: int) -> list[jax.Array]:
     """Return `draws` arrays of random words for [..., m, n], each [..., ceil(m / 8), n]."""
     places = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])
-    coordinates = []
-    for axis, size in enumerate(places):
-        dims = [1] * len(places)
-        dims[axis] = size
-        coordinates.append(lax.broadcasted_iota(jnp.uint32, tuple(dims), axis))
-    return random.words(random.word_keys(key), coordinates, draws)
+    return random.words(random.word_keys(key), random.indices(places), draws)
 
 
 def packed_noise_plain(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -171,7 +166,7 @@ def whole_blocks(place: Placement, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _laid_out(
+def _on_shards(
     run: Callable[..., Any],
     path: str | None,
     arrays: list[jax.Array | None],
@@ -249,8 +244,8 @@ def sample(
     def run(w: jax.Array, *rest: jax.Array | None) -> Any:
         return _fastest("sample", plain, w.shape, w.dtype, w, *rest)
 
-    results: tuple[jax.Array, jax.Array] = _laid_out(run, path, [w, correction, factor], key, 2)
-    return explicit.laid_like(results, (w, factor))
+    results: tuple[jax.Array, jax.Array] = _on_shards(run, path, [w, correction, factor], key, 2)
+    return explicit.reshard_like(results, (w, factor))
 
 
 def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = None) -> jax.Array:
@@ -260,7 +255,7 @@ def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = No
     def run(g: jax.Array, key: jax.Array) -> Any:
         return _fastest("noise_sums", plain, g.shape, g.dtype, g, key)
 
-    return _laid_out(run, path, [g], key, 1)
+    return _on_shards(run, path, [g], key, 1)
 
 
 def noise_of(key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: jnp.dtype) -> jax.Array:

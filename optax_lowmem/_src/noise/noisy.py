@@ -208,7 +208,7 @@ class Noisy:
         for (path, old), weight, step, bits in rows:
             change = numerics.widen(weight) - numerics.widen(old) if bits.ndim else step
             changes.append(change)
-            if context.is_emitting() and (path in emitted or bits.ndim):
+            if context.current().emitted is not None and (path in emitted or bits.ndim):
                 # report changes made after the split inside to an observer outside
                 spoilt = emitted[path] - step if path in emitted else jnp.zeros_like(change)
                 context.emit(path, change + spoilt)
