@@ -19,10 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 # If no mesh is known, assume up to this many shards per axis, times any odd number.
 _PARTS = 64
-_KEYS = (
-    "out_sharding",
-    "optimizer_sharding",
-)  # of NNX; for a state Flax prefers the latter
+_KEYS = ("out_sharding", "optimizer_sharding")  # of NNX; for a state Flax prefers the latter
 
 
 def _kind(node: object) -> str | None:

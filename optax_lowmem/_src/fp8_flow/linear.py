@@ -336,11 +336,7 @@ def _product_of_codes(dtype: jnp.dtype, codes: Quantized, transposed: Quantized)
 
 @derivative.first_order_only
 def _gradients(
-    static: _Linear,
-    kept: Any,
-    kernel: jax.Array,
-    of_kernel: _Scaled | Quantized,
-    g: jax.Array,
+    static: _Linear, kept: Any, kernel: jax.Array, of_kernel: _Scaled | Quantized, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     recipe = static.recipe
     of_x, like_w = kept if isinstance(kept, _CODES) else None, explicit.sharding_of(kernel)

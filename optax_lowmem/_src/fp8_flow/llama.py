@@ -334,6 +334,5 @@ def _rotated(x: jax.Array, base: float, direction: float) -> jax.Array:
 
 
 rotate.defvjp(
-    lambda x, base: (rotate(x, base), None),
-    lambda base, saved, g: (_rotated(g, base, -1.0),),
+    lambda x, base: (rotate(x, base), None), lambda base, saved, g: (_rotated(g, base, -1.0),)
 )

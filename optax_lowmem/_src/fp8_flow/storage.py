@@ -12,13 +12,7 @@ from jax import lax
 from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.core.typing import T
 from optax_lowmem._src.fp8_flow.kernels import quantized, quantized_for_products
-from optax_lowmem._src.quantized_matmul import (
-    E4M3,
-    FORMATS,
-    Format,
-    Quantized,
-    absmax_of,
-)
+from optax_lowmem._src.quantized_matmul import E4M3, FORMATS, Format, Quantized, absmax_of
 
 FORWARD = E4M3
 BF16 = "bf16"

@@ -84,10 +84,7 @@ def packed_noise_plain(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def noise_of_plain(
-    key: jax.Array,
-    shape: tuple[int, ...],
-    noise: Noise,
-    dtype: DTypeLike = jnp.float32,
+    key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
     """Return R with the shape `shape`."""
     # with the barrier, XLA computes words once, not once per element
