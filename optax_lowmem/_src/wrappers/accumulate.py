@@ -115,14 +115,14 @@ class _Buffered:
             new, inner = update(means, state.inner_state, params)
             inner = trees.keep_dtypes(state.inner_state, inner)
             empty = jax.tree.map(jnp.zeros_like, state.accumulated)
-            return new, inner, explicit.laid_like(empty, state.accumulated)
+            return new, inner, explicit.reshard_like(empty, state.accumulated)
 
         def wait() -> tuple[optax.Updates, optax.OptState, optax.Updates]:
             shapes, _ = jax.eval_shape(update, means, state.inner_state, params)
             nothing = jax.tree.map(
                 lambda s: varying.over(jnp.zeros(s.shape, s.dtype), varying.axes_of(s)), shapes
             )
-            nothing = explicit.laid_like(nothing, shapes)
+            nothing = explicit.reshard_like(nothing, shapes)
             return nothing, state.inner_state, _rounded(means, state.seed, state.count)
 
         last = state.micro_step == self.every - 1
