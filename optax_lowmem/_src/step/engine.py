@@ -141,7 +141,7 @@ class Engine(StateFormat):
         count, keys = count_and_keys(state.seed, state.count, count, paths)
         batch = LeafBatch(
             tuple(plans), gradients, weights, states, h, [{}] * len(plans), keys,
-            tuple(range(len(plans))), context.implementation(), shared, keys,
+            tuple(range(len(plans))), context.step_arguments().implementation, shared, keys,
         )  # fmt: skip
         results, states, shared = step_leaves(self.rule, batch)
         for plan, update in zip(plans, results, strict=True):
@@ -238,7 +238,7 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         updates, states, shared = ([x for (x,) in column] for column in columns)
         return updates, states, shared
     # on a mesh the shardings are in the context, which is not part of the key of `compiled`
-    run = _step_leaves if context.is_placing() else compiled(_step_leaves)
+    run = _step_leaves if context.step_arguments().placements else compiled(_step_leaves)
     return run(rule, batch)
 
 

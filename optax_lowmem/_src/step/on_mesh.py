@@ -102,7 +102,9 @@ def fused_updates(
     )  # fmt: skip
     if typed:
         likes = [batch.leaf(i).result_like for i in range(len(batch))]
-        results = [explicit.laid_like(one, like) for one, like in zip(results, likes, strict=True)]
+        results = [
+            explicit.reshard_like(one, like) for one, like in zip(results, likes, strict=True)
+        ]
     return results
 
 

@@ -349,12 +349,14 @@ def warn_of_four_bits(plans: Sequence[LeafPlan]) -> None:
     """Warn of second moments in 4-bit codes, in `init`, which sees all leaves."""
     if context.is_recording():
         return
-    paths: dict[str, list[str]] = {_SHARED_FOUR_BITS: [], _OWN_FOUR_BITS: []}
+    paths: dict[str, list[str]] = {_SHARED_FOUR_BITS: [], ELEMENTWISE_FOUR_BITS: []}
     for plan in plans:
         shares = plan.block is not None and not plan.block.elementwise
         for slot in (*plan.slots, *plan.shared):
             if slot.name == "nu" and slot.codec is not None and slot.codec.codes_per_byte > 1:
-                message = _SHARED_FOUR_BITS if shares and slot in plan.shared else _OWN_FOUR_BITS
+                message = (
+                    _SHARED_FOUR_BITS if shares and slot in plan.shared else ELEMENTWISE_FOUR_BITS
+                )
                 paths[message].append(plan.path)
     for message, (first, *more) in ((m, p) for m, p in paths.items() if p):
         others = f" and {len(more)} more" if more else ""
@@ -366,7 +368,7 @@ _SHARED_FOUR_BITS = (
     "memory, and each error affects all of these elements. Keep them in f32 with nu=None, for "
     "example Storage.four_bit(nu=None)."
 )
-_OWN_FOUR_BITS = (
+ELEMENTWISE_FOUR_BITS = (
     "second moments of single elements ({}) are stored in 4 bits: small ones in a group with "
     "larger ones may be stored too large, and their weights then move too slowly. "
     "flash_factored_adamw with storage=Storage.four_bit(nu=None, group_size=32) has no such codes "

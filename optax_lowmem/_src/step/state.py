@@ -43,7 +43,7 @@ class StateFormat:
             for name, x in other.items():
                 if name.removesuffix("_scale") in names:  # on Explicit axes, as steps shard it
                     own = explicit.of_state(plan.path, leaf, x.shape, plan.group_size)
-                    x = explicit.laid(x, own)  # noqa: PLW2901
+                    x = explicit.reshard(x, own)  # noqa: PLW2901
                 row[name] = x
             if plan.split is not None:
                 row["correction"] = initial_correction(plan.split, plan.path, leaf)
@@ -206,14 +206,14 @@ def _misfit(plan: LeafPlan, field: str, array: Any, form: jax.ShapeDtypeStruct) 
     hint = blocks = ""
     if plan.block is not None and plan.block.words and field in {slot.name for slot in plan.shared}:
         blocks = f", {field}: {plan.block.words}"
-        if varying.of_parts():
+        if varying.sees_shards():
             hint = (
                 " In a shard_map or pmap, means over blocks, rows or columns may involve several "
                 "devices: call the step in jit with shardings instead."
             )
     if field == "correction" and plan.dtype == jnp.float32 and jnp.shape(array) == plan.shape:
         return promoted(plan.path, array.dtype)
-    if varying.of_parts() and field.endswith("_scale"):
+    if varying.sees_shards() and field.endswith("_scale"):
         hint = (
             " In a shard_map each shard must consist of whole groups, with the scales of those: "
             "see docs/guides/sharding.md, or call the step in jit with shardings instead."
