@@ -139,7 +139,7 @@ def _constants(
         codes, scales = codec.storage(weight.shape, group_size)
         code = explicit.filled("a leaf", weight, codes, group_size, code.reshape(()))
         own = explicit.of_state("a leaf", weight, scales.shape, group_size)
-        pairs.append((code, explicit.laid(jnp.full(scales.shape, scale.reshape(())), own)))
+        pairs.append((code, explicit.reshard(jnp.full(scales.shape, scale.reshape(())), own)))
     return pairs
 
 
