@@ -212,6 +212,11 @@ def tensors_of(folder: Path, file: str = WEIGHTS) -> dict[str, Tensor]:
     return found
 
 
+def in_bf16(folder: Path) -> bool:
+    """Return whether all weights of a folder are stored in bf16."""
+    return all(tensor.dtype == ml_dtypes.bfloat16 for tensor in tensors_of(folder).values())
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the configuration of a folder."""
     file = folder / CONFIG
