@@ -1,10 +1,11 @@
-"""Hooks of the site: links that leave docs/, which on a site lead to the project's address."""
+"""Hooks of the site: links that leave docs/, and the layout of pages of results."""
 
 import re
 from typing import Any
 
 from tools import address
 
+RESULTS = "results/"  # evidence: behind the other pages in search, with wide tables
 _LEAVES = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)+[^)\s]*)\)")
 
 
@@ -23,8 +24,18 @@ def leaving(text: str, folder: str, where: str) -> str:
 
 def on_page_markdown(markdown: str, *, page: Any, **others: Any) -> str:
     """Rewrite the links of a page before it is converted (a hook of MkDocs)."""
+    if page.file.src_uri.startswith(RESULTS):
+        page.meta |= {"hide": ["toc"], "search": {"boost": 0.2}}
     folder = page.file.src_uri.rpartition("/")[0]
     return leaving(markdown, folder, address.address())
+
+
+def on_page_content(html: str, *, page: Any, **others: Any) -> str:
+    """Mark a page of results for the style sheet, and its tables as no text to search."""
+    if not page.file.src_uri.startswith(RESULTS):
+        return html
+    html = html.replace("<table>", "<table data-search-exclude>")
+    return f'<div class="evidence">\n{html}\n</div>'
 
 
 def on_config(config: Any, **others: Any) -> Any:

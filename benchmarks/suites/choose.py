@@ -141,6 +141,32 @@ def held(rows: Rows) -> Table:
     return ["GiB of weights, state and gradients", *SIZES], body, used
 
 
+# implementations of AdamW's step, with what they store, in bytes per parameter
+FLASHOPTIM = 2 + 1 + 2 * (1 + 2 / 32)  # weight, correction, moments with FP16 scales
+PEERS = {
+    "`flash_adamw`": ("lowmem.step", "24 bits", 2 + 1 + (1 + 2 / 32) + (1 + 4 / 32)),
+    "`optax.adamw`": (F32, "f32", 4 + 8),
+    "`optax.adamw`, bf16 weights and state": ("optax-bf16", "none", 2 + 4),
+    "flashoptim-jax": ("flashoptim-jax", "24 bits", FLASHOPTIM),
+    "flashoptim (PyTorch)": ("flashoptim", "24 bits", FLASHOPTIM),
+    "`torch.optim.AdamW(fused=True)`": ("torch-fused", "f32", 4 + 8),
+    "bitsandbytes `AdamW8bit`, bf16 weights": ("bitsandbytes", "none", 2 + 2 * (1 + 4 / 256)),
+}
+
+
+def peers(rows: Rows) -> Table:
+    body, used = [], []
+    for name, (impl, masters, held) in PEERS.items():
+        row = last(rows, bench="step", device=GPU, case="llama-3.2-1b/adamw", metric="device_ms",
+                   impl=impl)  # fmt: skip
+        if row:
+            body.append([name, masters, f"{held:.2f}", f"{row['value']:.1f} ms"])
+            used.append(row)
+    head = ["AdamW", "master weights", "bytes per parameter, weights and state",
+            "a step of Llama-3.2-1B"]  # fmt: skip
+    return head, body, used
+
+
 def alone(make: Callable[[Rows], Table]) -> Callable[[Rows], str]:
     """Return a table without its devices and commits, which `sources` has."""
 
@@ -152,8 +178,13 @@ def alone(make: Callable[[Rows], Table]) -> Callable[[Rows], str]:
 
 
 def sources(rows: Rows) -> str:
-    used = [row for make in (optimizers, held) for row in make(records.newest(rows))[-1]]
+    used = [row for make in (optimizers, held, peers) for row in make(records.newest(rows))[-1]]
     return source(used).lstrip()
 
 
-TABLES = {"optimizers": alone(optimizers), "held": alone(held), "optimizers_sources": sources}
+TABLES = {
+    "optimizers": alone(optimizers),
+    "held": alone(held),
+    "peers": alone(peers),
+    "optimizers_sources": sources,
+}
