@@ -14,8 +14,8 @@ from benchmarks import model_shapes, records
 from benchmarks.claims import Missing
 from benchmarks.claims.findings import F32, Pair, Trained, beside
 from benchmarks.records import Rows, last
-from benchmarks.render import GIB, Table, markdown, source
-from benchmarks.suites.front import GPU
+from benchmarks.render import GIB, Table, alone, source
+from benchmarks.suites.front import GPU, front
 
 FOUR_BITS = lowmem.Storage.four_bit(nu=None, group_size=32)
 MATRIX = {"w": jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)}
@@ -167,24 +167,13 @@ def peers(rows: Rows) -> Table:
     return head, body, used
 
 
-def alone(make: Callable[[Rows], Table]) -> Callable[[Rows], str]:
-    """Return a table without its devices and commits, which `sources` has."""
-
-    def table(rows: Rows) -> str:
-        head, body, _ = make(records.newest(rows))
-        return markdown(head, body)
-
-    return table
-
-
 def sources(rows: Rows) -> str:
-    used = [row for make in (optimizers, held, peers) for row in make(records.newest(rows))[-1]]
+    used = [
+        row for make in (front, optimizers, held, peers) for row in make(records.newest(rows))[-1]
+    ]
     return source(used).lstrip()
 
 
-TABLES = {
-    "optimizers": alone(optimizers),
-    "held": alone(held),
-    "peers": alone(peers),
-    "optimizers_sources": sources,
+TABLES = {make.__name__: alone(make) for make in (front, optimizers, held, peers)} | {
+    "optimizers_sources": sources
 }

@@ -86,6 +86,17 @@ def test_bytes_of_the_optimizers_tables(page):
         assert f"{report.state_bytes / report.parameters:.2f}" == shown, name
 
 
+def test_user_pages_are_short():
+    """Evidence stands under Results, and signatures under API."""
+    behind = ("api/", "internals/", "results/")
+    words = {name_of(page): len(page.read_text("utf-8").split()) for page in DOCS.rglob("*.md")
+             if not page.relative_to(DOCS).as_posix().startswith(behind)}  # fmt: skip
+    assert len(words) > 25 and sum(words.values()) <= 20_000
+    assert not {name: count for name, count in words.items() if count > 1_500}
+    lines = README.read_text("utf-8").splitlines()
+    assert len(lines) <= 130
+
+
 # ---- commands ------------------------------------------------------------------------------------
 EXAMPLE = re.compile(r"python examples/(train_\w+)\.py((?: (?!#|and\b)[\w./=:-]+)*)")
 

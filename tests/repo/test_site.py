@@ -63,6 +63,16 @@ def html_of(site: Path, page: str) -> str:
     return (site / url_of(page) / "index.html").read_text("utf-8")
 
 
+def test_results_are_behind_user_pages_in_search(site):
+    """Their entries count for less, and the digits of their tables are no text."""
+    index = json.loads((site / "search/search_index.json").read_text("utf-8"))["docs"]
+    entries = [one for one in index if one["location"].startswith("results/")]
+    assert len(entries) > 50
+    assert all(one.get("boost") == 0.2 for one in entries)
+    assert not [one["location"] for one in entries if "<td" in one["text"]]
+    assert not [one["location"] for one in index if one.get("boost") and one not in entries]
+
+
 def test_every_public_name_is_on_an_api_page(site):
     ids = set()
     for page in PAGES:
@@ -123,8 +133,9 @@ def chromium(tmp_path_factory):
 BROKEN = "[...document.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src)"
 
 
-def test_pages_load_and_fit_on_a_phone(chromium, served):
-    chromium.width(390, 844)
+@pytest.mark.parametrize("width", [400, 1280])
+def test_pages_load_and_do_not_scroll_sideways(chromium, served, width):
+    chromium.width(width, 844)
     try:
         pictures, wide = 0, []
         for page in PAGES:
@@ -132,8 +143,9 @@ def test_pages_load_and_fit_on_a_phone(chromium, served):
             assert chromium.evaluate("document.querySelector('article h1') !== null"), page
             assert chromium.evaluate(BROKEN) == [], page
             pictures += chromium.evaluate("document.images.length")
+            chromium.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
             size = chromium.evaluate("document.documentElement.scrollWidth")
-            wide += [(page, size)] if size > 390 else []
+            wide += [(page, size)] if size > width else []
         assert not wide and pictures >= 15
     finally:
         chromium.width(1280)
