@@ -14,6 +14,7 @@ import pytest
 import optax_lowmem
 from tests.repo import browser, pages
 from tests.repo.pages import DOCS, ROOT
+from tools import rendered
 
 pytest.importorskip("mkdocs", reason="needs the extra docs")
 pytest.importorskip("latex2mathml", reason="needs the extra docs")
@@ -40,7 +41,7 @@ def site(tmp_path_factory):
 def test_a_broken_link_ends_the_build(tmp_path):
     """Of `make docs`: MkDocs counts no warnings that it is told not to print."""
     (command,) = re.findall(r"python -m (mkdocs .*build.*)", (ROOT / "Makefile").read_text("utf-8"))
-    for name in ("docs", "tools", "optax_lowmem"):
+    for name in ("docs", "examples", "notebooks", "optax_lowmem", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for name in ("mkdocs.yml", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -86,6 +87,23 @@ def test_docstrings_are_rendered(site):
     text = html_of(site, "api/optimizers.md")
     assert "<math" in text and "language-pycon highlight" in text
     assert ":math:" not in text and ".. math::" not in text
+
+
+def test_signatures_have_types(site):
+    text = re.sub("<[^>]+>", "", html_of(site, "api/training.md"))
+    assert "allow_rounding: bool = False" in text
+
+
+def test_notebooks_and_examples_have_pages(site):
+    """With what they print and draw; pages link to them, not out of the site."""
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        text = html_of(site, f"notebooks/{path.stem}.md")
+        shown = path.read_text("utf-8").count('"image/png"')
+        assert shown and len(re.findall(rf'<img[^>]+src="../{path.stem}-', text)) == shown
+    for name in rendered.EXAMPLES:
+        assert "argparse" in html_of(site, f"examples/{name}.md")
+    links = re.findall(r'href="([^"]+)"', html_of(site, "results/formats.md"))
+    assert "../../notebooks/coat_states/" in links
 
 
 def test_every_argument_of_an_optimizer_is_described(site):
