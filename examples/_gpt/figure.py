@@ -55,7 +55,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     with plt.rc_context(_STYLE):
         figure = plt.figure(figsize=(8, 4.8), layout="constrained")
         grid = figure.add_gridspec(
-            2 if both else 1, 2, width_ratios=(1.75, 1), height_ratios=(3.4, 1) if both else (1,)
+            2 if both else 1, 2, width_ratios=(1.45, 1), height_ratios=(3.4, 1) if both else (1,)
         )
         curves = figure.add_subplot(grid[0, 0])
         _draw_curves(curves, result)
@@ -163,7 +163,7 @@ def _draw_memory(axes: plt.Axes, runs: dict[str, Any]) -> None:
                      edgecolor="white", linewidth=0 if scales else 0.8)  # fmt: skip
             if size > 0.03 * tallest:
                 axes.text(x, top + size / 2, f"{slot}  {size:.2f}", ha="center", va="center",
-                          color=_contrast(colours[slot]), fontsize=10)  # fmt: skip
+                          color=_contrast(colours[slot]), fontsize=9.5)  # fmt: skip
             top += size
         share = f"  ({top / tallest:.0%})" if top < 0.999 * tallest else ""
         axes.text(x, top + 0.02 * tallest, f"{top:.2f}{share}", ha="center", va="bottom",
