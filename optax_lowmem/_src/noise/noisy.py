@@ -454,6 +454,10 @@ def gaussws_noise(
       Gaussian Weight Sampling for Scalable, Efficient and Stable Mixed-Precision QAT, 2025.
     """
     check_range("bits_loss", bits_loss, 0.0)
+    if clean_dtype is not None and jnp.dtype(clean_dtype) != jnp.float32:
+        raise ValueError(
+            f"clean_dtype must be float32, or None (as the parameters), got {clean_dtype!r}"
+        )
     if bits_optimizer is None:
         bits_optimizer = optax.adamw(1e-3, weight_decay=0.1)
     work = Noisy(
@@ -465,7 +469,7 @@ def gaussws_noise(
         bits_loss=bits_loss,
         noise=noise_named(noise),
         compute=_scaled(compute),
-        clean_dtype=_clean_dtype(clean_dtype),
+        clean_dtype=None if clean_dtype is None else jnp.dtype(clean_dtype),
         seed=seed,
     )
     chooser(parts)
@@ -489,11 +493,3 @@ def _scaled(compute: str | None) -> formats.Scaled | None:
             "dtype."
         )
     return result
-
-
-def _clean_dtype(dtype: DTypeLike | None) -> Any:
-    if dtype is None:
-        return None
-    if jnp.dtype(dtype) != jnp.float32:
-        raise ValueError(f"clean_dtype must be float32, or None (as the parameters), got {dtype!r}")
-    return jnp.dtype(jnp.float32)

@@ -55,11 +55,16 @@ def convert(model: nnx.Module | linen.Module, where: Where = "*", to: To | None 
     if callable(where):
         chosen = where
     else:
-        chosen = _Where(where if isinstance(where, str) else tuple(where))
+        part = isinstance(where, str) and where in PARTS
+        chosen = _Where(where if part else (where,) if isinstance(where, str) else tuple(where))
     if isinstance(model, nnx.Module):
         return _convert_nnx(model, chosen, to)
     if isinstance(model, linen.Module):
-        return _convert_linen(model, chosen, to)
+        _check(to, linen.Dense)
+        names = [f.name for f in dataclasses.fields(model) if f.init]
+        fields = {n: getattr(model, n) for n in names if n not in ("parent", "name")}
+        base: Any = type(model)
+        return _converted(base, chosen, to)(**fields)
     raise TypeError(f"convert takes a Flax module (NNX or Linen), got {type(model).__name__}")
 
 
@@ -67,13 +72,12 @@ def convert(model: nnx.Module | linen.Module, where: Where = "*", to: To | None 
 class _Where:
     """Select layers by patterns of their paths, or by the name of a part of a transformer."""
 
-    where: str | tuple[str, ...]
+    where: Any  # the name of a part, or patterns
 
     def __call__(self, path: str, layer: object) -> bool:
-        if self.where in PARTS:
+        if isinstance(self.where, str):
             return chooser(self.where)(f"{path}/kernel", None)
-        patterns = (self.where,) if isinstance(self.where, str) else self.where
-        return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+        return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.where)
 
 
 def _nothing(paths: Iterable[str]) -> ValueError:
@@ -167,17 +171,6 @@ def _become(path: str, layer: Any, to: To) -> None:
 
 
 # ---- Linen ---------------------------------------------------------------------------------------
-
-
-def _convert_linen(model: linen.Module, chosen: Chooser, to: To) -> linen.Module:
-    _check(to, linen.Dense)
-    base: Any = type(model)
-    fields = {
-        field.name: getattr(model, field.name)
-        for field in dataclasses.fields(model)
-        if field.init and field.name not in ("parent", "name")
-    }
-    return _converted(base, chosen, to)(**fields)
 
 
 # Flax constructs the modules inside a converted one: only this tells them that it is running
