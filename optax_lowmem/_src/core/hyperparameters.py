@@ -161,8 +161,8 @@ class Formula:
 
     def __call__(self, count: jax.Array) -> dict[str, jax.Array]:
         """Return f32 scalars; a user's schedule is called outside of `compiled`."""
-        own = [value for value in jax.tree.leaves(self.arguments) if callable(value)]
-        if not all(isinstance(schedule, PowerDecay) for schedule in own):
+        schedules = [value for value in jax.tree.leaves(self.arguments) if callable(value)]
+        if not all(isinstance(schedule, PowerDecay) for schedule in schedules):
             return self.function(*self.arguments, count)
         return compiled(self.function)(*self.arguments, count)
 

@@ -67,8 +67,8 @@ def part_keys(keys: jax.Array, *starts: jax.Array) -> jax.Array:
 
 def key_of_part(key: jax.Array, *starts: jax.Array) -> jax.Array:
     """Return `part_keys` of one leaf, or of a part of it, from its key or pair: uint32 [2]."""
-    row, own = row_and_lane_keys(key)
-    return jnp.stack([part_keys(row, *starts)[0], own])
+    row_key, lane_key = row_and_lane_keys(key)
+    return jnp.stack([part_keys(row_key, *starts)[0], lane_key])
 
 
 def element_keys(keys: jax.Array, place: jax.Array, group_size: int) -> jax.Array:
@@ -146,9 +146,9 @@ def word_keys(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     return word_keys_of(*row_and_lane_keys(key))
 
 
-def word_keys_of(row_key: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
+def word_keys_of(row_key: jax.Array, lane_key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return `word_keys` of the two keys of a pair; for a whole leaf both are its key."""
-    return row_key, mix(own ^ jnp.uint32(_WORD_SALT))
+    return row_key, mix(lane_key ^ jnp.uint32(_WORD_SALT))
 
 
 def words(
