@@ -337,8 +337,8 @@ def _by_kernel(
 
     def launched(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         block, shape = blocks[0], gradients[0].shape  # of all of them
-        own = passes(block, shape)
-        means = block_means_triton.means(own, gradients, factor, backend=backend)
+        launches = passes(block, shape)
+        means = block_means_triton.means(launches, gradients, factor, backend=backend)
         return [mean.reshape(block.mean_shape(shape)) for mean in means]
 
     def plain(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:

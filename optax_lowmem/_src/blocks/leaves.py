@@ -218,13 +218,13 @@ def _axis_names(node: object) -> tuple[Any, ...] | None:
 
 def _by_components(leaves: list[ModuleLeaf]) -> list[ModuleLeaf]:
     """Add stacked axes from path components such as `layers`, if the shapes agree."""
-    told = {leaf.path for leaf in leaves if leaf.stacked}  # metadata takes precedence
+    described = {leaf.path for leaf in leaves if leaf.stacked}  # metadata takes precedence
     members = defaultdict(list)
     for index, leaf in enumerate(leaves):
         for depth in range(1, len(leaf.names)):
             name, following = leaf.names[depth - 1], leaf.names[depth]
             named = name.lower() in _STACKS and not following.isdigit()
-            if (named or _LINEN_STACK.match(name)) and leaf.path not in told:
+            if (named or _LINEN_STACK.match(name)) and leaf.path not in described:
                 members[depth, "/".join(leaf.names[:depth])].append(index)
     result = list(leaves)
     for depth, prefix in sorted(members):
