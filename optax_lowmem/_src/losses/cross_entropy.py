@@ -527,37 +527,24 @@ def _of_device(
     scale: jax.Array | None,
 ) -> Gradients:
     """Process all chunks, one after the other."""
-    if not loss.in_fp8:
-        return _chunks_of(loss, wanted, hidden, head, None, labels, scale)
-    needed = (loss.products == FP8, wanted.hidden)
-    codes = quantize_head(head, loss.vocab_axis, loss.vocab_axes, *needed)
-    losses, of_hidden, of_head = _chunks_of(loss, wanted, hidden, head, codes, labels, scale)
-    if of_head is not None and loss.vocab_axis:
-        of_head = of_head.T  # once, after the sum over chunks
-    return losses, of_hidden, of_head
-
-
-def _chunks_of(
-    loss: _Loss,
-    wanted: _Wanted,
-    hidden: jax.Array,
-    head: jax.Array,
-    codes: HeadCodes | None,
-    labels: jax.Array,
-    scale: jax.Array | None,
-) -> Gradients:
     lead = labels.shape
     limit = loss.chunk_tokens or max(1, _CHUNK_LOGITS // max(1, head.shape[loss.vocab_axis]))
     if not lead or math.prod(lead[:-1]) > limit:  # one token of each row exceeds the limit
-        flat = (hidden.reshape(-1, hidden.shape[-1]), head, codes, labels.reshape(-1))
+        flat = (hidden.reshape(-1, hidden.shape[-1]), head, labels.reshape(-1))
         flat_scale = None if scale is None else scale.reshape(-1)
-        losses, of_hidden, of_head = _chunks_of(loss, wanted, *flat, flat_scale)
+        losses, of_hidden, of_head = _of_device(loss, wanted, *flat, flat_scale)
         of_hidden = None if of_hidden is None else of_hidden.reshape(hidden.shape)
         return losses.reshape(lead), of_hidden, of_head
+    codes = None
+    if loss.in_fp8:
+        needed = (loss.products == FP8, wanted.hidden)
+        codes = quantize_head(head, loss.vocab_axis, loss.vocab_axes, *needed)
+    transposed = loss.in_fp8 and loss.vocab_axis == 1  # the head's gradient of a chunk
     # cut the last axis of tokens, so that each device of a mesh has rows of every chunk
     number, length = _chunks(lead, limit)
     if number == 1:
-        return _chunk(loss, wanted, hidden, head, codes, labels, scale)
+        losses, of_hidden, of_head = _chunk(loss, wanted, hidden, head, codes, labels, scale)
+        return losses, of_hidden, of_head.T if of_head is not None and transposed else of_head
     if number * length > lead[-1] and wanted and scale is None:
         scale = jnp.ones(lead, jnp.float32)  # `_cut` pads it with 0
     axis = labels.ndim - 1
@@ -570,12 +557,12 @@ def _chunks_of(
 
     zeros = None
     if wanted.head:
-        shape = head.shape[::-1] if loss.in_fp8 and loss.vocab_axis else head.shape
-        zeros = jnp.zeros(shape, f32_or_more(hidden, head))
+        zeros = jnp.zeros(head.shape[::-1] if transposed else head.shape, f32_or_more(hidden, head))
         zeros = varying.over(zeros, varying.axes_of(hidden, head, labels, scale))
     of_head, (losses, of_hidden) = lax.scan(body, zeros, tuple(given))
     if of_hidden is not None:
         of_hidden = _joined(of_hidden, axis, lead[-1])
+    of_head = of_head.T if of_head is not None and transposed else of_head
     return _joined(losses, axis, lead[-1]), of_hidden, of_head
 
 
