@@ -196,7 +196,7 @@ def same_state(plan, one, other):
 
 def master(plan, p, update, correction):
     """f32 of the master weight after an update, or after a direct step, which gives the weight."""
-    landed = update if plan.direct else optax.apply_updates(p, update)
+    landed = update if plan.returns_params else optax.apply_updates(p, update)
     assert (landed.shape, landed.dtype) == (p.shape, p.dtype)
     joined = landed if plan.split is None else plan.split.join(landed, correction)
     return np.asarray(joined, np.float32)

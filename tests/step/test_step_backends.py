@@ -104,7 +104,7 @@ def make(optimizer, shapes, stored=None, how=None, **options):
             else arrays
             for slot, arrays, drop in zip(plan.slots, stored, plain, strict=True)
         ]
-        case.plans[i] = dataclasses.replace(new, direct=plan.direct)
+        case.plans[i] = dataclasses.replace(new, returns_params=plan.returns_params)
         scales = tuple(scale for _, scale in kept if scale is not None)
         state = leaf.state._replace(slots=tuple(codes for codes, _ in kept), scales=scales)
         case.leaves[i] = leaf._replace(state=state)

@@ -171,7 +171,7 @@ class Run:
     ) -> "Run":
         """Start a step; raise ValueError if a leaf of a stack cannot be stepped layer by layer."""
         trees.check_state(state, engine.rule.state_type)
-        plans = engine.plans(params, state, direct=True)
+        plans = engine.plans(params, state, returns_params=True)
         parts = take_apart(params, tuple(model.layers))
         of_layers = {
             i: layer_plan(engine.rule, plans[i], stack.layers, per_layer)

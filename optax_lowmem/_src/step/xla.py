@@ -113,7 +113,7 @@ def packed_update(
 
     The number is an operand: as a constant it would prevent equal leaves from sharing a program.
     """
-    if plan.direct:
+    if plan.returns_params:
         result: Result = _finished(rule, plan, leaf, h, keys, number)
         return result
     # the rest of an update is computed outside the calls, where XLA fuses it with its consumer

@@ -51,7 +51,7 @@ def launches(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
     model's layers, are therefore distributed evenly, so that many launches have the same shapes.
     The remaining leaves, and shapes that occur once, are grouped in order.
 
-    If the plans are not direct, each leaf needs a new array for its weight or update. Those of a
+    If a step returns updates, each leaf needs a new array for its weight or update. Those of a
     launch take at most 4 bytes per element of the largest leaf, or 1 MB.
     """
     plans = batch.plans
@@ -65,7 +65,7 @@ def launches(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
     for alike in kinds.values():
         plan, p = plans[alike[0]], batch.weights[alike[0]]
         most = tuned.elements
-        if not plan.direct:
+        if not plan.returns_params:
             itemsize = operands.update_dtype(plan, p).itemsize
             most = min(most, max(4 * largest, _UPDATES) // itemsize)
         sizes = {i: math.prod(plans[i].shape) for i in alike}
