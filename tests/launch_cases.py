@@ -179,7 +179,7 @@ def compare(case: Case, found: list[Result]) -> None:
         plan, leaf, result = case.plans[i], case.leaves[i], found[i]
         any_sign = undecided(case, i)
         _compare_state(plan, state, result.state)
-        if plan.lands and not plan.returns_params:
+        if plan.writes_weight and not plan.returns_params:
             given = reference.update_towards(result.update, leaf.p, plan.update_dtype)
         else:
             given = result.update

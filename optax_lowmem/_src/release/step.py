@@ -62,7 +62,7 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
     place = context.placement(plan.path)
     if place is not None and place.parts(0) > 1:
         return f"axis 0 is sharded ({place.spec}). Shard another axis."
-    if plan.grouped and len(plan.shape) == 1:
+    if plan.quantized and len(plan.shape) == 1:
         return (
             "its only axis is the layer axis, so groups of codes span layers. Leave it "
             f"uncompressed: Policy(exclude=('{plan.path}',))."

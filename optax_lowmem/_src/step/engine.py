@@ -137,7 +137,10 @@ class Engine(StateFormat):
         weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
         if self.weights:
             check_order(gradients, params, state.correction)
-        if any(plan.lands or any(s.codec for s in (*plan.slots, *plan.shared)) for plan in plans):
+        if any(
+            plan.writes_weight or any(s.codec for s in (*plan.slots, *plan.shared))
+            for plan in plans
+        ):
             gradients, weights, h = derivative.without((gradients, weights, dict(h)))
         states, shared = self.unpack(state, plans, like)
         paths = [plan.path for plan in plans]
@@ -148,7 +151,7 @@ class Engine(StateFormat):
         )  # fmt: skip
         results, states, shared = step_leaves(self.rule, batch)
         for plan, update in zip(plans, results, strict=True):
-            if not returns_params and plan.lands:
+            if not returns_params and plan.writes_weight:
                 context.emit(plan.path, update)
         if not self.weights and self.storage.update_dtype != "float32":
             results = trees.as_given(results, gradients)

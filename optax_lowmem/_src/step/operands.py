@@ -30,10 +30,10 @@ class AnyHyperparameters(Mapping[str, jax.Array]):
 
 
 def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
-    """Return the dtype of `Result.update`, the weight's if the plan `lands` or `returns_params`."""
+    """Return the dtype of `Result.update`, the weight's if the plan writes it."""
     if p is None:
         return plan.update_dtype
-    return p.dtype if plan.returns_params or plan.lands else plan.update_dtype
+    return p.dtype if plan.returns_params or plan.writes_weight else plan.update_dtype
 
 
 def slot_tilings(plan: LeafPlan, tiling: Tiling) -> list[Tiling]:

@@ -98,8 +98,8 @@ class LeafPlan:
         )
 
     @property
-    def grouped(self) -> bool:
-        """Return whether any slot is compressed."""
+    def quantized(self) -> bool:
+        """Return whether any slot is stored as codes."""
         return any(slot.codec is not None for slot in self.slots)
 
     @property
@@ -113,7 +113,7 @@ class LeafPlan:
         return self.rounds or (self.split is not None and self.split.stochastic)
 
     @property
-    def lands(self) -> bool:
+    def writes_weight(self) -> bool:
         """Return whether a step computes the rounded new weight, and then the update towards it."""
         return self.rounds or self.split is not None
 

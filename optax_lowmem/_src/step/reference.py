@@ -205,8 +205,8 @@ def move(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the new weight and its correction.
 
-    If the plan neither `lands` nor `returns_params`, return the update instead of the weight.
-    `emit` turns a new weight into an update. `noise` comes from `master_noise` or
+    If the plan neither `writes_weight` nor `returns_params`, return the update instead of the
+    weight. `emit` turns a new weight into an update. `noise` comes from `master_noise` or
     `random.leaf_bits`.
     """
     if plan.split is not None and correction is not None:
@@ -228,7 +228,7 @@ def emit(plan: LeafPlan, p: jax.Array | None, moved: jax.Array) -> jax.Array:
     """
     if p is None:
         return moved.astype(plan.update_dtype)
-    if plan.returns_params or not plan.lands:
+    if plan.returns_params or not plan.writes_weight:
         return moved
     return update_towards(moved, p, plan.update_dtype)
 

@@ -55,7 +55,7 @@ def _step(
     platform = jax.default_backend()
     if packs(plan, platform):
         return jax.tree.leaves(packed_update(rule, plan, leaf, h, keys, number))
-    two_passes = platform == "gpu" and plan.grouped
+    two_passes = platform == "gpu" and plan.quantized
     return jax.tree.leaves(plain(rule, plan, leaf, h, keys[index], two_passes=two_passes))
 
 
@@ -70,7 +70,7 @@ def packs(plan: LeafPlan, platform: str) -> bool:
 
     XLA fuses the elementwise work of a leaf without codes well.
     """
-    return platform == "cpu" and plan.grouped and not plan.rounds
+    return platform == "cpu" and plan.quantized and not plan.rounds
 
 
 def _words(plan: LeafPlan, has_weight: bool) -> list[Fields]:
