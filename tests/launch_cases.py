@@ -21,7 +21,7 @@ from tests import tolerances
 LEARNING_RATE = 1e-3
 POLICY = lowmem.Policy(min_size=0)
 # Those with one rule for all leaves; a launch of others has the leaves of one of their rules.
-ALIKE = [n for n, row in lowmem.OPTIMIZERS.items() if row.rule.of_leaf(None) is row.rule]
+ALIKE = [n for n, row in lowmem.OPTIMIZERS.items() if row.rule.for_leaf(None) is row.rule]
 OPTIMIZERS: dict[str, Callable[[lowmem.Storage], Any]] = {
     "adamw": lambda s: lowmem.flash_adamw(LEARNING_RATE, weight_decay=0.1, storage=s),
     "lion": lambda s: lowmem.flash_lion(LEARNING_RATE, weight_decay=0.1, storage=s),
@@ -96,7 +96,7 @@ def make(
         p, state = _stored(plan, w, moments)
         weight = p if engine.weights else None
         leaves.append(Leaf(g.astype(gradient_dtype), weight, state, of_block(plan, i)))
-    (rule,) = {engine.rule.of_leaf(plan.matrices) for plan in plans}  # of all leaves of a launch
+    (rule,) = {engine.rule.for_leaf(plan.matrices) for plan in plans}  # of all leaves of a launch
     h = engine.rule.hyperparameters_of(plans[0].matrices, engine.hyperparameters(jnp.int32(100)))
     h = {**h} | {name: jnp.float32(value) for name, value in (more or {}).items()}
     names = [f"leaf{i}" for i in range(len(plans) + 1)]

@@ -134,7 +134,7 @@ def by_reference(name, bits, dtype, rounding):
         columns = (grads.values(), params.values(), states, shared)
         found, of_blocks = [], []
         for plan, g, p, own, own_shared in zip(plans, *columns, strict=True):
-            rule = engine.rule.of_leaf(plan.matrices)
+            rule = engine.rule.for_leaf(plan.matrices)
             h_leaf, leaf = engine.rule.hyperparameters_of(plan.matrices, h), Leaf(g, p, own)
             if rule.prepares == "matrices":  # a step without weights is what they are made of
                 leaf = leaf._replace(p=None)

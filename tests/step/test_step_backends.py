@@ -649,7 +649,7 @@ def test_nothing_beyond_an_array_is_written(shape, size, stored, monkeypatch):
 def reason(kernel, build, shape=(64, 512), dtype=BF16, **how):
     tx = build(1e-3, storage=storage(**how))
     (plan,) = tx.engine.plans({"w": jax.ShapeDtypeStruct(shape, dtype)})
-    return unsupported(kernel, tx.engine.rule.of_leaf(plan.matrices), plan)
+    return unsupported(kernel, tx.engine.rule.for_leaf(plan.matrices), plan)
 
 
 def with_a_step_of(function):

@@ -62,7 +62,7 @@ def without_pallas(monkeypatch):
 
 def chosen(tx, implementation=None):
     (plan,) = tx.engine.plans({"w": jax.ShapeDtypeStruct((64, 128), BF16)})
-    return backend.choose(tx.engine.rule.of_leaf(plan.matrices), plan, implementation)
+    return backend.choose(tx.engine.rule.for_leaf(plan.matrices), plan, implementation)
 
 
 @pytest.mark.parametrize("optimizer", launch_cases.OPTIMIZERS)

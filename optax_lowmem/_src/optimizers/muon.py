@@ -125,12 +125,12 @@ class MuonRule(UpdateRule):
 
     slots: ClassVar[tuple[Slot, ...]] = (
         Slot("mu", signed=True),
-        Slot("nu", signed=False, of_rest=True),
+        Slot("nu", signed=False, skips_matrices=True),
     )
     state_type = FlashMuonState
     prepares = "matrices"
 
-    def of_leaf(self, matrices: Matrices | None) -> UpdateRule:
+    def for_leaf(self, matrices: Matrices | None) -> UpdateRule:
         """Return the rule for a leaf; `matrices` is None if it is not a matrix."""
         return self.rest if matrices is None else self.of_matrix
 
@@ -147,8 +147,10 @@ class MuonRule(UpdateRule):
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Raise an error: each leaf is updated by the rule that `of_leaf` returns."""
-        raise NotImplementedError("MuonRule has no update of its own: use of_leaf(matrices).update")
+        """Raise an error: each leaf is updated by the rule that `for_leaf` returns."""
+        raise NotImplementedError(
+            "MuonRule has no update of its own: use for_leaf(matrices).update"
+        )
 
 
 def _of_step(

@@ -47,7 +47,7 @@ def layer_plan(rule: UpdateRule, plan: LeafPlan, layers: int, per_layer: bool) -
 
 
 def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
-    own = rule.of_leaf(plan.matrices)
+    own = rule.for_leaf(plan.matrices)
     measures = own.prepares == "leaf" or (isinstance(own, MatrixRule) and own.of_whole_leaf)
     if measures and not per_layer:
         return (

@@ -82,7 +82,7 @@ class Engine(StateFormat):
             check_schedule(name, schedule)
         plans = self.plans(params)
         for plan in plans:
-            rule = self.rule.of_leaf(plan.matrices)
+            rule = self.rule.for_leaf(plan.matrices)
             context.record(context.Decision(plan.path, "step", *choose(rule, plan)))
         warn_of_patterns(self.storage.policy, params)
         if self.structure is not None:
@@ -249,10 +249,10 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
 
 
 def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
-    """Do `step_leaves`, stepping the leaves of each rule `of_leaf` together."""
+    """Do `step_leaves`, stepping the leaves of each rule `for_leaf` together."""
     parts: dict[UpdateRule, list[int]] = {}
     for i, plan in enumerate(batch.plans):
-        parts.setdefault(rule.of_leaf(plan.matrices), []).append(i)
+        parts.setdefault(rule.for_leaf(plan.matrices), []).append(i)
     results: list[Any] = [None] * len(batch)
     for own, indices in parts.items():
         part = batch

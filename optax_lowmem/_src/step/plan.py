@@ -294,7 +294,7 @@ def plan_leaves(
                 storage, slot, path, shape, path in masked_out, path in tables, block,
                 (path, slot.name) in coded, (slot_dtypes or {}).get(slot.name),
             )
-            for slot in rule.of_leaf(axes.get(path)).slots
+            for slot in rule.for_leaf(axes.get(path)).slots
         }  # fmt: skip
         in_dtype = weights and storage.update_dtype == "param"
         plans.append(
