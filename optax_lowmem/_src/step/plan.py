@@ -339,7 +339,7 @@ def _plan_slot(
     kept = decision.codec
     dtype = kept.dtype if kept else jnp.dtype(plain_dtype or jnp.float32)
     if slot.shared and block is not None:
-        form = f"{decision.form or 'f32'}, {block.words or 'a value a block'}"
+        form = f"{decision.form or 'f32'}, {block.description or 'a value a block'}"
         decision = dataclasses.replace(decision, form=form, reason=block.reason, block=block)
     context.record(decision)
     return SlotPlan(name, kept, dtype, decision.stochastic)
