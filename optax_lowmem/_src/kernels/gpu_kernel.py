@@ -6,10 +6,15 @@ called through jax_triton (`gpu_triton`).
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lowmem._src.core.numerics import Approximations
+from optax_lowmem._src.core.typing import T
 
 BACKENDS = ("pallas", "triton")  # first the one that needs only JAX
 
@@ -45,7 +50,12 @@ class Operand(abc.ABC):
 
     @abc.abstractmethod
     def load(
-        self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
+        self,
+        *index: Index,
+        mask: jax.Array | None = None,
+        other: float = 0,
+        early: bool = False,
+        vector: int | None = None,
     ) -> jax.Array:
         """Load elements.
 
@@ -56,15 +66,29 @@ class Operand(abc.ABC):
           early: load before the operations that follow. Otherwise the assembler moves loads down to
             their use, which exposes their latency. Not for data that many programs read: each load
             would go to the same place of the L2 cache.
+          vector: most neighbours on the last axis that a thread loads at once, so that threads hold
+            the same elements of arrays of different dtypes.
         """
 
     @abc.abstractmethod
-    def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
+    def store(
+        self,
+        *index: Index,
+        values: jax.Array,
+        mask: jax.Array | None = None,
+        vector: int | None = None,
+    ) -> None:
         """Store elements; see `load`."""
 
 
 class Program(abc.ABC):
-    """One program of a kernel's grid."""
+    """One program of a kernel's grid.
+
+    Attributes:
+      approximations: the backend's arithmetic; None for that of code outside of kernels.
+    """
+
+    approximations: Approximations | None
 
     @abc.abstractmethod
     def index(self, axis: int = 0) -> jax.Array:
@@ -73,11 +97,21 @@ class Program(abc.ABC):
     @abc.abstractmethod
     def with_one(
         self,
-        number: jax.Array,
-        choices: Sequence[tuple[Operand, ...]],
-        branch: Callable[..., None],
+        position: jax.Array,
+        starts: Sequence[int],
+        choose: Callable[[int, Sequence[int]], Any],
+        run: Callable[[Any], None],
     ) -> None:
-        """Run branch(*choices[number]); all choices have equal shapes and dtypes."""
+        """Run run(choose(i, shared)) for the last i for which starts[i] <= position.
+
+        Args:
+          position: int32 scalar.
+          starts: ascending numbers, the first one 0.
+          choose: (i, choices that share the code of `run`) -> a pytree of integers, arrays and
+            operands. It loads nothing. The results of choices that share code differ only in the
+            values of integers and arrays, and in the number of rows of operands.
+          run: a function of such a pytree.
+        """
 
     @abc.abstractmethod
     def keep_early(self) -> None:
@@ -92,6 +126,22 @@ class Program(abc.ABC):
 Body = Callable[..., None]
 
 
+def bisect(starts: Sequence[int], position: jax.Array, branch: Callable[[int], T]) -> T:
+    """Return branch(i) for the last i for which starts[i] <= position.
+
+    (The Triton lowering of a `switch` tests one case after another.)
+    """
+
+    def between(low: int, high: int) -> T:
+        if high - low == 1:
+            return branch(low)
+        middle = (low + high) // 2
+        below = position < jnp.int32(starts[middle])
+        return lax.cond(below, lambda: between(low, middle), lambda: between(middle, high))
+
+    return between(0, len(starts))
+
+
 def launch(
     body: Body,
     operands: Sequence[jax.Array],
@@ -101,6 +151,7 @@ def launch(
     warps: int,
     name: str,
     backend: str = "pallas",
+    in_place: Mapping[int, int] | None = None,
 ) -> list[jax.Array]:
     """Run the programs of a grid, and return the arrays that they store to.
 
@@ -112,12 +163,14 @@ def launch(
       warps: number of warps, of 32 threads, per program.
       name: name of the kernel.
       backend: one of `BACKENDS`; or `interpret`: by Pallas as plain JAX, on any device.
+      in_place: index of an operand -> index of the result that overwrites it.
     """
+    in_place = dict(in_place or {})
     if backend != "triton":
         from optax_lowmem._src.kernels import gpu_pallas
 
         interpret = backend == "interpret"
-        return gpu_pallas.launch(body, operands, results, grid, warps, name, interpret)
+        return gpu_pallas.launch(body, operands, results, grid, warps, name, in_place, interpret)
     from optax_lowmem._src.kernels import gpu_triton
 
-    return gpu_triton.launch(body, operands, results, grid, warps, name)
+    return gpu_triton.launch(body, operands, results, grid, warps, name, in_place)

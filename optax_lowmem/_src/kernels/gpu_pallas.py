@@ -9,13 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.typing import T
-from optax_lowmem._src.kernels.gpu_kernel import Body, Index, Operand, Program, Run
+from optax_lowmem._src.kernels.gpu_kernel import Body, Index, Operand, Program, Run, bisect
 
 _OF_TRITON = "jaxlib.mlir.dialects.tt"
 
@@ -42,7 +40,12 @@ class Reference(Operand):
         return self.ref.at[tuple(pl.ds(*i) if isinstance(i, Run) else i for i in index)]
 
     def load(
-        self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
+        self,
+        *index: Index,
+        mask: jax.Array | None = None,
+        other: float = 0,
+        early: bool = False,
+        vector: int | None = None,
     ) -> jax.Array:
         """Load elements; `early` loads are volatile."""
         if mask is None and not early and all(isinstance(i, int) for i in index):
@@ -52,67 +55,15 @@ class Reference(Operand):
         nothing = None if mask is None else other
         return plgpu.load(self._at(index), mask=mask, other=nothing, volatile=early)
 
-    def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
+    def store(
+        self,
+        *index: Index,
+        values: jax.Array,
+        mask: jax.Array | None = None,
+        vector: int | None = None,
+    ) -> None:
         """Store elements."""
         plgpu.store(self._at(index), values, mask=mask)
-
-
-def in_leaf(starts: list[int], program: jax.Array, branch: Callable[[int], T]) -> T:
-    """Return branch(i) for the leaf i that a program belongs to, by bisection.
-
-    (The Triton lowering of a `switch` tests one case after another.)
-    """
-
-    def between(low: int, high: int) -> T:
-        if high - low == 1:
-            return branch(low)
-        middle = (low + high) // 2
-        return lax.cond(
-            program < starts[middle], lambda: between(low, middle), lambda: between(middle, high)
-        )
-
-    return between(0, len(starts))
-
-
-class _PallasProgram(Program):
-    def index(self, axis: int = 0) -> jax.Array:
-        return pl.program_id(axis)
-
-    def with_one(
-        self,
-        number: jax.Array,
-        choices: Sequence[tuple[Operand, ...]],
-        branch: Callable[..., None],
-    ) -> None:
-        in_leaf(list(range(len(choices))), number, lambda i: branch(*choices[i]))
-
-    def keep_early(self) -> None:
-        """Do nothing: XLA lets the assembler use registers for it (`.minnctapersm 1`)."""
-
-
-def launch(
-    body: Body,
-    operands: Sequence[jax.Array],
-    results: Sequence[jax.ShapeDtypeStruct],
-    grid: tuple[int, ...],
-    warps: int,
-    name: str,
-    interpret: bool = False,
-) -> list[jax.Array]:
-    """`gpu_kernel.launch` through Pallas."""
-    spare_imports()
-
-    def kernel(*refs: Any) -> None:
-        body(_PallasProgram(), *map(Reference, refs))
-
-    return pl.pallas_call(
-        kernel,
-        out_shape=list(results),
-        grid=grid,
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=interpret,
-        name=name,
-    )(*operands)
 
 
 def _instruction(name: str) -> numerics.Elementwise:
@@ -138,3 +89,52 @@ APPROXIMATIONS = numerics.Approximations(
     log2=_instruction("lg2.approx.ftz.f32"),
     exp2=_instruction("ex2.approx.ftz.f32"),
 )
+
+
+class _PallasProgram(Program):
+    def __init__(self, interpret: bool) -> None:
+        # interpreted, the exact expressions of the reference
+        self.approximations = None if interpret else APPROXIMATIONS
+
+    def index(self, axis: int = 0) -> jax.Array:
+        return pl.program_id(axis)
+
+    def with_one(
+        self,
+        position: jax.Array,
+        starts: Sequence[int],
+        choose: Callable[[int, Sequence[int]], Any],
+        run: Callable[[Any], None],
+    ) -> None:
+        # the whole code in each branch, since results of branches would be packed and unpacked
+        bisect(starts, position, lambda i: run(choose(i, [i])))
+
+    def keep_early(self) -> None:
+        """Do nothing: XLA lets the assembler use registers for it (`.minnctapersm 1`)."""
+
+
+def launch(
+    body: Body,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    warps: int,
+    name: str,
+    in_place: dict[int, int],
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """`gpu_kernel.launch` through Pallas."""
+    spare_imports()
+
+    def kernel(*refs: Any) -> None:
+        body(_PallasProgram(interpret), *map(Reference, refs))
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=list(results),
+        grid=grid,
+        input_output_aliases=in_place,
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*operands)

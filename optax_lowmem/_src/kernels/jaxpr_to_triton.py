@@ -282,10 +282,14 @@ FORMS: dict[str, Callable[[Operation], str]] = {
 # ---- functions -----------------------------------------------------------------------------------
 
 
-def _inner(eqn: Any) -> Any:
-    """Return the closed jaxpr of a call."""
+def _inner(eqn: Any) -> Sequence[Any]:
+    """Return the closed jaxprs of a call, or of the two branches of a `lax.cond`."""
+    if eqn.primitive.name == "cond":
+        return eqn.params["branches"]
+    if eqn.primitive.name not in _INLINED:
+        return ()
     inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-    return inner if hasattr(inner, "consts") else jex.core.ClosedJaxpr(inner, ())
+    return (inner if hasattr(inner, "consts") else jex.core.ClosedJaxpr(inner, ()),)
 
 
 def missing(closed: Any) -> str | None:
@@ -297,9 +301,9 @@ def missing(closed: Any) -> str | None:
     if shapes:
         return f"a constant array of shape {shapes[0]}"
     for eqn in closed.jaxpr.eqns:
-        name = eqn.primitive.name
-        result = missing(_inner(eqn)) if name in _INLINED else None
-        if result is not None or (name not in _INLINED and name not in FORMS):
+        name, inner = eqn.primitive.name, _inner(eqn)
+        result = next(filter(None, map(missing, inner)), None)
+        if result is not None or (not inner and name not in FORMS):
             return result or name
     return None
 
@@ -310,6 +314,7 @@ class _Writer:
     def __init__(self, fp8: bool) -> None:
         self.lines: list[str] = []
         self.fp8 = fp8
+        self.depth = 1
 
     def body(self, closed: Any, arguments: Sequence[str]) -> list[str]:
         """Write a closed jaxpr, and return the names of its results."""
@@ -325,18 +330,36 @@ class _Writer:
 
         for eqn in closed.jaxpr.eqns:
             operands = [read(x) for x in eqn.invars]
-            if eqn.primitive.name in _INLINED:
-                results = self.body(_inner(eqn), operands)
+            inner = _inner(eqn)
+            if eqn.primitive.name == "cond":
+                results = self._either(inner, *operands)
+            elif inner:
+                results = self.body(inner[0], operands)
             else:
                 results = [self._named(Operation(eqn, operands, self.fp8))]
             names.update(zip(eqn.outvars, results, strict=True))
         return [read(x) for x in closed.jaxpr.outvars]
 
+    def _line(self, text: str) -> None:
+        self.lines.append("    " * self.depth + text)
+
     def _named(self, operation: Operation) -> str:
         name = f"v{len(self.lines)}"
         statement = operation.name in ("store_tile", "barrier")
-        self.lines.append(operation.source() if statement else f"{name} = {operation.source()}")
+        self._line(operation.source() if statement else f"{name} = {operation.source()}")
         return name
+
+    def _either(self, branches: Sequence[Any], which: str, *operands: str) -> list[str]:
+        """Write two branches, and return names that both assign their results to."""
+        no, yes = branches
+        results = [f"c{len(self.lines)}_{i}" for i in range(len(yes.jaxpr.outvars))]
+        for line, branch in ((f"if {which} != 0:", yes), ("else:", no)):
+            self._line(line)
+            self.depth += 1
+            for name, value in zip(results, self.body(branch, operands), strict=True):
+                self._line(f"{name} = {value}")
+            self.depth -= 1
+        return results
 
 
 def _literal(value: Any, dtype: Any) -> str:
@@ -362,23 +385,26 @@ def function(closed: Any, name: str, parameters: Sequence[str], fp8: bool = True
     """
     writer = _Writer(fp8)
     results = writer.body(closed, parameters)
-    return _source(name, parameters, [*writer.lines, f"return {', '.join(results)}"])
+    return _source(name, parameters, [*writer.lines, f"    return {', '.join(results)}"])
 
 
-def kernel(closed: Any, name: str, pointers: Sequence[str], fp8: bool = True) -> str:
+def kernel(
+    closed: Any, name: str, parameters: Sequence[str], arguments: Sequence[str], fp8: bool = True
+) -> str:
     """Return the source of a `triton.jit` kernel, which loads and stores; see `function`.
 
     Args:
-      closed: closed jaxpr of a program without input variables: it refers to pointers by name.
+      closed: closed jaxpr of a program, a function of pointers.
       name: name of the kernel.
-      pointers: names of the pointers.
+      parameters: names of its parameters.
+      arguments: the parameter that is each input variable of the jaxpr.
       fp8: whether the GPU has conversions to and from E4M3.
     """
     writer = _Writer(fp8)
-    writer.body(closed, ())
-    return _source(name, pointers, writer.lines)
+    writer.body(closed, arguments)
+    return _source(name, parameters, writer.lines)
 
 
 def _source(name: str, parameters: Sequence[str], body: Sequence[str]) -> str:
     lines = ["@triton.jit", f"def {name}({', '.join(parameters)}):"]
-    return "\n".join([*lines, *(f"    {line}" for line in body)]) + "\n"
+    return "\n".join([*lines, *body]) + "\n"

@@ -1,6 +1,8 @@
 """Groups leaves into launches of the GPU kernel, by Pallas or by generated Triton."""
 
+import functools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,9 +31,9 @@ def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         return None if platform.has_pallas_triton() else platform.NO_PALLAS_TRITON
     if not platform.has_jax_triton():
         return platform.NO_JAX_TRITON
-    from optax_lowmem._src.step.gpu import jax_triton
+    from optax_lowmem._src.step.gpu import kernel
 
-    return jax_triton.supported(rule, plan)
+    return kernel.unsupported(rule, plan)
 
 
 def step(
@@ -125,10 +127,14 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
     ) -> list[Stepped]:
         every = zip(arrays, of_blocks, strict=True)
         leaves = tuple(operands.leaf_of(*row, of_block) for row, of_block in every)
-        if backend == "pallas":
-            from optax_lowmem._src.step.gpu.pallas_triton import launch
+        if os.environ.get("OPTAX_LOWMEM_STEP") != "old":
+            from optax_lowmem._src.step.gpu.kernel import launch
+
+            launch = functools.partial(launch, backend=backend)
+        elif backend == "pallas":
+            from optax_lowmem._src.step.gpu.old.pallas_triton import launch
         else:
-            from optax_lowmem._src.step.gpu.jax_triton import launch
+            from optax_lowmem._src.step.gpu.old.jax_triton import launch
         results = launch(rule, plans, leaves, names, scalars, keys, numbers, tile)
         return [
             (reference.emit(plan, row[1], result.update), operands.state_of(result))

@@ -20,7 +20,8 @@ from jax.experimental.pallas import triton as plgpu
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.groups import Tile, Tiling
-from optax_lowmem._src.kernels import gpu_pallas, tiles
+from optax_lowmem._src.kernels import gpu_kernel, gpu_pallas
+from optax_lowmem._src.step.gpu.old import tiles
 from optax_lowmem._src.step.operands import (
     Leaf,
     Result,
@@ -29,10 +30,24 @@ from optax_lowmem._src.step.operands import (
     restored,
     slot_tilings,
     step_tile,
-    views,
 )
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+
+
+def views(plan, tiling, leaf):
+    """Reshape the arrays of a leaf to the views that its kernel reads."""
+
+    def element_view(tiling, x):
+        return x.reshape((-1, tiling.lanes if tiling.flat else tiling.shape[-1]))
+
+    g, p, correction = jax.tree.map(
+        functools.partial(element_view, tiling), (leaf.g, leaf.p, leaf.correction)
+    )
+    own = zip(slot_tilings(plan, tiling), leaf.slots, strict=True)
+    slots = tuple(element_view(tiling, slot) for tiling, slot in own)
+    scales, of_block = jax.tree.map(tiling.scale_view, (leaf.scales, leaf.of_block))
+    return Leaf(g, p, correction, slots, scales, of_block)
 
 
 def _kernel(
@@ -71,7 +86,7 @@ def _kernel(
         _store(plan, tiling, tile, into, result)
 
     # the whole step in each branch, since results of branches would be packed and unpacked
-    gpu_pallas.in_leaf(starts, program, run)
+    gpu_kernel.bisect(starts, program, run)
 
 
 # jitted so that equal tiles are traced once for all leaves and launches; the lowering inlines it

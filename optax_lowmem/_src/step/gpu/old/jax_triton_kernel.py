@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
+from optax_lowmem._src.kernels.triton_library import _pointer
+
 # ---- leaves --------------------------------------------------------------------------------------
 
 
@@ -176,6 +178,22 @@ def bytes_of_codes(
         offsets = first[:, None] + lanes[None, :]
         mask = (lanes[None, :] < count[:, None]) & exists[:, None]
     return tl.max_contiguous(offsets, (1, WIDE if LANES > WIDE else LANES)), mask
+
+
+@triton.jit
+def load(pointer, offsets, mask, OTHER: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr):
+    if MASKED:
+        return tl.load(_pointer(pointer) + offsets, mask=mask, other=OTHER, volatile=EARLY)
+    else:
+        return tl.load(_pointer(pointer) + offsets, volatile=EARLY)
+
+
+@triton.jit
+def store(pointer, offsets, values, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(_pointer(pointer) + offsets, values, mask=mask)
+    else:
+        tl.store(_pointer(pointer) + offsets, values)
 
 
 # ---- the kernel ----------------------------------------------------------------------------------

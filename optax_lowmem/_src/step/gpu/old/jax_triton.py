@@ -449,7 +449,7 @@ def _step(body: _Body) -> str:
 def _kernel(body: _Body, parameters: tuple[str, ...], leaves: tuple[tuple[str, ...], ...]) -> Any:
     """Return the `triton.jit` function of a launch."""
     from optax_lowmem._src.kernels import triton_library
-    from optax_lowmem._src.step.gpu import jax_triton_kernel
+    from optax_lowmem._src.step.gpu.old import jax_triton_kernel
 
     entry = jax_triton_kernel.entry(parameters, _STATICS, body.lines(leaves))
     source = f"{_step(body)}\n\n{entry}"

@@ -1,0 +1,282 @@
+"""The step of several leaves in one GPU kernel, for every backend (see `gpu_kernel`).
+
+The body calls the same rule, codecs and split as the reference. Leaves that differ only in shape
+share a launch: a program finds its leaf from its program id, loads a tile, steps and stores it.
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lowmem._src.core import numerics, random
+from optax_lowmem._src.core.block import Block, product
+from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
+from optax_lowmem._src.kernels import gpu_kernel, jaxpr_to_triton, tiles
+from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
+from optax_lowmem._src.step.operands import (
+    AnyHyperparameters,
+    Leaf,
+    Result,
+    aliases,
+    output,
+    restored,
+    step_tile,
+    views,
+)
+from optax_lowmem._src.step.plan import LeafPlan
+from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+
+_MAX_LANES = 1 << 16  # of generated Triton
+_MAX_POINTERS = 480  # CUDA limits arguments to 4 KiB
+
+
+def unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
+    """Return the reason why generated Triton cannot step a leaf, or None."""
+    if not 0 < math.prod(plan.shape) <= MAX_ELEMENTS:
+        return f"{math.prod(plan.shape)} elements; the kernel takes 1 to {MAX_ELEMENTS}"
+    if Tiling(plan.shape, plan.group_size, 1).lanes > _MAX_LANES:
+        return f"groups of {plan.group_size}; the kernel takes up to {_MAX_LANES} elements"
+    for slot in plan.slots:
+        if slot.codec is not None and slot.codec.no_tile_reason is not None:
+            return slot.codec.no_tile_reason
+    unknown = _unknown(rule, plan.shapeless)
+    return unknown and f"the step uses `{unknown}`, which the Triton generator does not support"
+
+
+@functools.cache
+def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
+    """Return a primitive of the step that the Triton generator does not support, or None."""
+    tiling = Tiling((4, plan.group_size), plan.group_size, 4 * plan.group_size)
+    shape = tiling.tile_shape
+
+    def zeros(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    leaf: Any = Leaf(
+        zeros(jnp.float32, *shape),
+        zeros(plan.dtype, *shape),
+        None if plan.split is None else zeros(plan.split.dtype, *shape),
+        tuple(
+            slot.codec.storage(shape, shape[1]).codes if slot.codec else zeros(slot.dtype, *shape)
+            for slot in plan.slots
+        ),
+        tuple(zeros(slot.codec.scale.dtype, shape[0]) for slot in plan.slots if slot.codec),
+    )
+    noise = zeros(jnp.uint32, shape[0], 1), zeros(jnp.uint32, shape[1])
+    approximations = jaxpr_to_triton.APPROXIMATIONS
+    step = functools.partial(_step.__wrapped__, rule, plan, approximations, h=AnyHyperparameters())
+    return jaxpr_to_triton.missing(jax.make_jaxpr(lambda x, n: step(x, noise=n))(leaf, noise))
+
+
+def _kernel(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    tilings: Sequence[Tiling],
+    blocks: Sequence[Block | None],
+    names: Sequence[str],
+    structures: tuple[Any, Any],
+    program: Program,
+    scalars: Operand,
+    keys: Operand,
+    lane_bits: Operand,
+    numbers: Operand,
+    *arrays: Operand,
+) -> None:
+    """Step a tile of one of several leaves."""
+    position, per_leaf = program.index(), scalars.shape[0] > 1
+    sizes = [structure.num_leaves for structure in structures]
+    read = [arrays[i * sizes[0] :][: sizes[0]] for i in range(len(tilings))]
+    results = arrays[len(tilings) * sizes[0] :]
+    written = [results[i * sizes[1] :][: sizes[1]] for i in range(len(tilings))]
+    starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
+    packed = {slot.codec.codes_per_byte if slot.codec else 1 for slot in plan.slots} | {1}
+
+    def choose(i: int, shared: Sequence[int]) -> Any:
+        tiling, tile = tilings[i], position - jnp.int32(starts[i])
+        places = {
+            codes: tiles.Place.of(
+                tiling.of_bytes(codes),
+                tile,
+                tiles.Form.of_all([tilings[j].of_bytes(codes) for j in shared]),
+                tiles.VECTOR // codes,
+            )
+            for codes in sorted(packed)
+        }
+        parts = blocks[i].fit(tiling.shape).parts if blocks[i] else ()
+        of_block = [tiles.block_numbers(tiling, part, tile) for part in parts]
+        counters = tiles.counters(tiling, tile) if plan.noisy else None
+        return i, places, of_block, counters, read[i], written[i]
+
+    def run(chosen: Any) -> None:
+        i, places, of_block, counters, read, written = chosen
+        h = {name: scalars.load(i if per_leaf else 0, j) for j, name in enumerate(names)}
+        leaf = _load(plan, places, jax.tree.unflatten(structures[0], read))
+        if of_block:
+            pairs = zip(of_block, jax.tree.leaves(leaf.of_block), strict=True)
+            h[OF_BLOCK] = product([places[1].load_of_block(x, at) for at, x in pairs])
+        noise = None
+        if counters is not None:
+            number = numbers.load(i)
+            key, lanes = keys.load(number), gpu_kernel.Run(0, lane_bits.shape[1])
+            noise = random.mix(key + counters)[:, None], lane_bits.load(number, lanes)
+        result = _step(rule, plan, program.approximations, leaf._replace(of_block=None), h, noise)
+        _store(plan, places, jax.tree.unflatten(structures[1], written), result)
+
+    program.with_one(position, starts, choose, run)
+
+
+# jitted so that equal tiles are traced once for all leaves and launches; the lowering inlines it
+@functools.partial(jax.jit, static_argnames=("rule", "plan", "approximations"))
+def _step(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    approximations: numerics.Approximations | None,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    noise: tuple[jax.Array, jax.Array] | None,
+) -> Result:
+    if approximations is None:
+        return step_tile(rule, plan, leaf, h, noise)
+    with numerics.kernel_arithmetic(approximations):
+        return step_tile(rule, plan, leaf, h, noise)
+
+
+def _slot_places(plan: LeafPlan, places: Mapping[int, tiles.Place]) -> list[tiles.Place]:
+    """Return the place of a tile in each slot's array."""
+    return [places[slot.codec.codes_per_byte if slot.codec else 1] for slot in plan.slots]
+
+
+def _load(plan: LeafPlan, places: Mapping[int, tiles.Place], leaf: Any) -> Leaf:
+    """Load a tile of a leaf; lanes and groups out of bounds are zero."""
+    place, nothing = places[1], plan.split.zero if plan.split is not None else 0
+    own = zip(_slot_places(plan, places), leaf.slots, strict=True)
+    return Leaf(
+        place.load(leaf.g),
+        None if leaf.p is None else place.load(leaf.p),
+        None if leaf.correction is None else place.load(leaf.correction, nothing),
+        tuple(place.load(slot) for place, slot in own),
+        tuple(map(place.load_scales, leaf.scales)),
+        leaf.of_block,
+    )
+
+
+def _store(plan: LeafPlan, places: Mapping[int, tiles.Place], into: Any, result: Result) -> None:
+    place = places[1]
+    for scales, values in zip(into.scales, result.scales, strict=True):
+        place.store_scales(scales, values)
+    place.store(into.update, result.update)
+    if result.correction is not None:
+        place.store(into.correction, result.correction)
+    for own, *slot in zip(_slot_places(plan, places), into.slots, result.slots, strict=True):
+        own.store(*slot)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("rule", "plans", "names", "tile", "backend"), inline=False
+)
+def launch(
+    rule: UpdateRule,
+    plans: tuple[LeafPlan, ...],
+    leaves: tuple[Leaf, ...],
+    names: tuple[str, ...],
+    scalars: jax.Array,
+    keys: jax.Array,
+    leaf_numbers: jax.Array,
+    tile: Tile,
+    backend: str = "pallas",
+) -> list[Result]:
+    """Step leaves whose plans differ only in path and shape.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      plans: one per leaf.
+      leaves: the arrays of each leaf.
+      names: names of the hyperparameters.
+      scalars: the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] if they differ
+        between leaves.
+      keys: random keys of all leaves of the tree, uint32 [leaves], or of their shards, [leaves, 2].
+      leaf_numbers: indices of these leaves' keys, int32 [len(plans)].
+      tile: size of a tile, and its warps.
+      backend: as in `gpu_kernel.launch`.
+    """
+    shared = [_shared(plan, tile) if backend == "triton" else 0 for plan in plans]
+    most = _MAX_POINTERS // (2 * len(jax.tree.leaves(leaves[0])) + 1)
+    results: dict[int, Result] = {}
+    for kind in dict.fromkeys(shared):
+        alike = [i for i, other in enumerate(shared) if other == kind]
+        for first in range(0, len(alike), most):
+            batch = alike[first : first + most]
+            whole = len(batch) == len(plans)
+            result = _launch(
+                rule,
+                [plans[i] for i in batch],
+                [leaves[i] for i in batch],
+                names,
+                scalars if whole or len(scalars) == 1 else scalars[jnp.asarray(batch)],
+                keys,
+                leaf_numbers if whole else leaf_numbers[jnp.asarray(batch)],
+                tile,
+                backend,
+            )
+            results.update(zip(batch, result, strict=True))
+    return [results[i] for i in range(len(plans))]
+
+
+def _shared(plan: LeafPlan, tile: Tile) -> Any:
+    """Return what leaves have in common if they share the code of generated Triton."""
+    tiling = Tiling(plan.shape, plan.group_size, tile.elements)
+    parts = plan.block.fit(plan.shape).parts if plan.block else ()
+    within = tuple(tiles.within_groups(tiling, part) for part in parts)
+    return tiling.lanes, tiles.Form.of(tiling)[:2], within
+
+
+def _launch(
+    rule: UpdateRule,
+    plans: Sequence[LeafPlan],
+    leaves: Sequence[Leaf],
+    names: tuple[str, ...],
+    scalars: jax.Array,
+    keys: jax.Array,
+    leaf_numbers: jax.Array,
+    tile: Tile,
+    backend: str,
+) -> list[Result]:
+    elements = tile.elements
+    if backend == "triton":
+        form = tiles.Form.of(Tiling(plans[0].shape, plans[0].group_size, elements))
+        # without vector loads, neighbours go to different threads; each thread then handles many
+        # groups, whose offsets take registers
+        elements = elements if form.flat or form.alignment == tiles.VECTOR else elements // 2
+    tilings = tuple(Tiling(plan.shape, plan.group_size, elements) for plan in plans)
+    viewed = [views(*row) for row in zip(plans, tilings, leaves, strict=True)]
+    results = [output(plan, leaf) for plan, leaf in zip(plans, viewed, strict=True)]
+    # computed once here, since all tiles of a leaf use the same lane bits
+    lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
+    row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
+    lane_bits = random.lane_bits(lane_keys[:, None], lanes)
+    alike = plans[0].shapeless
+    flat_in, flat_out = (jax.tree.leaves(tree) for tree in (viewed, results))
+    structures = (jax.tree.structure(viewed[0]), jax.tree.structure(results[0]))
+    blocks = [plan.block for plan in plans]
+    outputs = gpu_kernel.launch(
+        functools.partial(_kernel, rule, alike, tilings, blocks, names, structures),
+        [scalars, row_keys, lane_bits, leaf_numbers, *flat_in],
+        flat_out,
+        (sum(tiling.tiles for tiling in tilings),),
+        warps=tile.warps,
+        name="fused_update",
+        backend=backend,
+        in_place=aliases(alike, viewed, results, first=4),
+    )
+    outcome = jax.tree.unflatten(jax.tree.structure(results), outputs)
+    return [
+        restored(plan, leaf, result)
+        for plan, leaf, result in zip(plans, leaves, outcome, strict=True)
+    ]
