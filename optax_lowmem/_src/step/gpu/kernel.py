@@ -4,7 +4,6 @@ The body calls the same rule, codecs and split as the reference. Leaves that dif
 share a launch: a program finds its leaf from its program id, loads a tile, steps and stores it.
 """
 
-import contextlib
 import functools
 import itertools
 import math
