@@ -604,14 +604,14 @@ def test_every_element_belongs_to_one_tile(tiling):
     for i in range(tiling.tiles):
         place = tiles.Place.of(tiling, jnp.int32(i))
         index, mask = place.elements
-        if tiling.flat:
-            index = np.meshgrid(*(int(s.start) + np.arange(s.size) for s in index), indexing="ij")
+        index = [run.indices() for run in index]
+        index = np.meshgrid(*index, indexing="ij") if tiling.flat else index
         mask = np.ones(tiling.tile_shape, bool) if mask is None else np.asarray(mask)
         inside = [np.asarray(part)[mask] for part in index]
         assert all((part < size).all() for part, size in zip(inside, shape, strict=True))
         found.append(np.ravel_multi_index(inside, shape))
         at, kept = place._scales, place.row_mask
-        numbers = int(at.start) + np.arange(at.size)
+        numbers = np.asarray(at.indices())
         scales.append(numbers if kept is None else numbers[np.asarray(kept)])
     np.testing.assert_array_equal(np.sort(np.concatenate(found)), range(math.prod(tiling.shape)))
     np.testing.assert_array_equal(np.concatenate(scales), range(tiling.groups))

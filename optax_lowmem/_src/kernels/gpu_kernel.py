@@ -23,12 +23,22 @@ class Run(NamedTuple):
     """A range of indices along an axis of an array.
 
     Attributes:
-      start: the first index.
+      start: the first index; or an array of them, which gives the result one more axis.
       size: the number of indices, a power of two.
+      vector: most neighbours that a thread loads at once, so that threads hold the same elements of
+        arrays of different dtypes.
     """
 
     start: jax.Array | int
     size: int
+    vector: int | None = None
+
+    def indices(self) -> jax.Array:
+        """Return the indices, with the shape of `start` and one more axis."""
+        start = jnp.asarray(self.start, jnp.int32)
+        shape = (*start.shape, self.size)
+        starts = lax.broadcast_in_dim(start, shape, range(start.ndim))
+        return starts + lax.broadcasted_iota(jnp.int32, shape, start.ndim)
 
 
 Index = jax.Array | int | Run
@@ -50,12 +60,7 @@ class Operand(abc.ABC):
 
     @abc.abstractmethod
     def load(
-        self,
-        *index: Index,
-        mask: jax.Array | None = None,
-        other: float = 0,
-        early: bool = False,
-        vector: int | None = None,
+        self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
     ) -> jax.Array:
         """Load elements.
 
@@ -66,18 +71,10 @@ class Operand(abc.ABC):
           early: load before the operations that follow. Otherwise the assembler moves loads down to
             their use, which exposes their latency. Not for data that many programs read: each load
             would go to the same place of the L2 cache.
-          vector: most neighbours on the last axis that a thread loads at once, so that threads hold
-            the same elements of arrays of different dtypes.
         """
 
     @abc.abstractmethod
-    def store(
-        self,
-        *index: Index,
-        values: jax.Array,
-        mask: jax.Array | None = None,
-        vector: int | None = None,
-    ) -> None:
+    def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
         """Store elements; see `load`."""
 
 
@@ -144,33 +141,42 @@ def bisect(starts: Sequence[int], position: jax.Array, branch: Callable[[int], T
 
 def launch(
     body: Body,
-    operands: Sequence[jax.Array],
-    results: Sequence[jax.ShapeDtypeStruct],
+    operands: Sequence[Any],
+    results: Sequence[Any],
     grid: tuple[int, ...],
     *,
     warps: int,
     name: str,
     backend: str = "pallas",
     in_place: Mapping[int, int] | None = None,
-) -> list[jax.Array]:
+) -> list[Any]:
     """Run the programs of a grid, and return the arrays that they store to.
 
     Args:
       body: the function of one program: (program, *operands, *results).
-      operands: arrays that it loads from.
-      results: shapes and dtypes of the arrays that it stores to; each element is stored once.
+      operands: arrays that it loads from, or pytrees of arrays.
+      results: shapes and dtypes of the arrays that it stores to, or pytrees of them; each element
+        is stored once.
       grid: number of programs along each axis.
       warps: number of warps, of 32 threads, per program.
       name: name of the kernel.
       backend: one of `BACKENDS`; or `interpret`: by Pallas as plain JAX, on any device.
-      in_place: index of an operand -> index of the result that overwrites it.
+      in_place: index of an operand's array -> index of the result's array that overwrites it.
     """
-    in_place = dict(in_place or {})
-    if backend != "triton":
+    flat, structure = jax.tree.flatten((list(operands), list(results)))
+    count = len(jax.tree.leaves(list(operands)))
+
+    def flat_body(program: Program, *arrays: Operand) -> None:
+        read, written = jax.tree.unflatten(structure, arrays)
+        body(program, *read, *written)
+
+    how = flat_body, flat[:count], flat[count:], grid, warps, name, dict(in_place or {})
+    if backend == "triton":
+        from optax_lowmem._src.kernels import gpu_triton
+
+        outputs = gpu_triton.launch(*how)
+    else:
         from optax_lowmem._src.kernels import gpu_pallas
 
-        interpret = backend == "interpret"
-        return gpu_pallas.launch(body, operands, results, grid, warps, name, in_place, interpret)
-    from optax_lowmem._src.kernels import gpu_triton
-
-    return gpu_triton.launch(body, operands, results, grid, warps, name, in_place)
+        outputs = gpu_pallas.launch(*how, interpret=backend == "interpret")
+    return jax.tree.unflatten(structure.children()[1], outputs)

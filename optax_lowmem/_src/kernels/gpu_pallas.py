@@ -37,15 +37,14 @@ class Reference(Operand):
         self.ref, self.shape, self.dtype = ref, ref.shape, ref.dtype
 
     def _at(self, index: tuple[Index, ...]) -> Any:
-        return self.ref.at[tuple(pl.ds(*i) if isinstance(i, Run) else i for i in index)]
+        return self.ref.at[tuple(self._along(i) if isinstance(i, Run) else i for i in index)]
+
+    @staticmethod
+    def _along(run: Run) -> Any:
+        return run.indices() if jnp.ndim(run.start) else pl.ds(run.start, run.size)
 
     def load(
-        self,
-        *index: Index,
-        mask: jax.Array | None = None,
-        other: float = 0,
-        early: bool = False,
-        vector: int | None = None,
+        self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
     ) -> jax.Array:
         """Load elements; `early` loads are volatile."""
         if mask is None and not early and all(isinstance(i, int) for i in index):
@@ -55,13 +54,7 @@ class Reference(Operand):
         nothing = None if mask is None else other
         return plgpu.load(self._at(index), mask=mask, other=nothing, volatile=early)
 
-    def store(
-        self,
-        *index: Index,
-        values: jax.Array,
-        mask: jax.Array | None = None,
-        vector: int | None = None,
-    ) -> None:
+    def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
         """Store elements."""
         plgpu.store(self._at(index), values, mask=mask)
 

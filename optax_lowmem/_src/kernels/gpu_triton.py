@@ -48,14 +48,15 @@ class _Traced(Operand):
 
     def _offsets(self, index: tuple[Index, ...]) -> jax.Array:
         """Return the offset of each element in memory, int32."""
-        spans = [i.size for i in index if isinstance(i, Run)]
-        stride, offsets, axis = 1, jnp.int32(0), len(spans)
-        for size, place in reversed(list(zip(self.shape, index, strict=True))):
-            if isinstance(place, Run):
-                axis -= 1
-                along = place.start + lax.iota(jnp.int32, place.size)
-                place = lax.broadcast_in_dim(along, spans, (axis,))
-            term = jnp.asarray(place, jnp.int32)
+        runs = {axis: i.indices() for axis, i in enumerate(index) if isinstance(i, Run)}
+        spans = [size for along in runs.values() for size in along.shape]
+        stride, offsets, last = 1, jnp.int32(0), len(spans)
+        for axis, size in reversed(list(enumerate(self.shape))):
+            term = runs.get(axis, index[axis])
+            if axis in runs:
+                dims = range(last - term.ndim, last)
+                term, last = lax.broadcast_in_dim(term, spans, dims), dims.start
+            term = jnp.asarray(term, jnp.int32)
             term = term * jnp.int32(stride) if stride > 1 else term
             shape = np.broadcast_shapes(offsets.shape, term.shape)
             offsets = jnp.broadcast_to(offsets, shape) + jnp.broadcast_to(term, shape)
@@ -63,35 +64,29 @@ class _Traced(Operand):
         return offsets
 
     def load(
-        self,
-        *index: Index,
-        mask: jax.Array | None = None,
-        other: float = 0,
-        early: bool = False,
-        vector: int | None = None,
+        self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
     ) -> jax.Array:
         """Load elements."""
         at = self._offsets(index)
         masks = [] if mask is None else [jnp.broadcast_to(mask, at.shape)]
         return _load.bind(
-            at, self.pointer, *masks, other=other, early=early, vector=vector,
+            at, self.pointer, *masks, other=other, early=early, vector=_vector(index),
             dtype=jnp.dtype(self.dtype),
         )  # fmt: skip
 
-    def store(
-        self,
-        *index: Index,
-        values: jax.Array,
-        mask: jax.Array | None = None,
-        vector: int | None = None,
-    ) -> None:
+    def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
         """Store elements."""
         at = self._offsets(index)
         if values.dtype != self.dtype:
             raise TypeError(f"a kernel stores {values.dtype} in an array of {self.dtype}")
         masks = [] if mask is None else [jnp.broadcast_to(mask, at.shape)]
         values = jnp.broadcast_to(values, at.shape)
-        self.stored.append(_store.bind(at, self.pointer, values, *masks, vector=vector))
+        self.stored.append(_store.bind(at, self.pointer, values, *masks, vector=_vector(index)))
+
+
+def _vector(index: tuple[Index, ...]) -> int | None:
+    """Return the vector of the last index, if it is a run."""
+    return index[-1].vector if isinstance(index[-1], Run) else None
 
 
 class _TracedProgram(Program):

@@ -92,7 +92,7 @@ _CALLS = {
 }
 _REDUCTIONS = {"reduce_max": "tl.max", "reduce_min": "tl.min", "reduce_sum": "tl.sum"}
 _SHAPES = ("broadcast_in_dim", "reshape", "expand_dims", "squeeze")
-_UNCHANGED = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary")
+_UNCHANGED = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "reshard")
 # primitives that operate on held bits, without arithmetic in f32
 _OF_BITS = (
     *_SHAPES, *_UNCHANGED, "bitcast_convert_type", "convert_element_type", "select_n", "transpose",

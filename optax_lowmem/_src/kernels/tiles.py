@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -32,17 +31,12 @@ class Form(NamedTuple):
     masked: bool
 
     @classmethod
-    def of(cls, tiling: Tiling) -> "Form":
-        """Return the form of an array's tiles."""
-        partial = tiling.groups % tiling.rows != 0
-        alignment = math.gcd(VECTOR, tiling.shape[-1], tiling.group_size)
-        return cls(tiling.flat, alignment, not tiling.flat or partial)
-
-    @classmethod
-    def of_all(cls, tilings: Sequence[Tiling]) -> "Form":
-        """Return a form for the tiles of several arrays, all or none of which are flat."""
-        flat, alignment, masked = zip(*map(cls.of, tilings), strict=True)
-        return cls(all(flat), math.gcd(*alignment), any(masked))
+    def of(cls, *tilings: Tiling) -> "Form":
+        """Return a form of the tiles of several arrays, all or none of which are flat."""
+        flat = all(tiling.flat for tiling in tilings)
+        lengths = [n for tiling in tilings for n in (tiling.shape[-1], tiling.group_size)]
+        partial = any(tiling.groups % tiling.rows for tiling in tilings)
+        return cls(flat, math.gcd(VECTOR, *lengths), partial or not flat)
 
 
 @functools.partial(
@@ -85,7 +79,7 @@ class Place:
         Args:
           tiling: tiling of the array.
           tile: number of the tile.
-          form: form of the tiles of several arrays, from `Form.of_all`.
+          form: form of the tiles of several arrays that share code.
           vector: most neighbours that a thread loads at once.
         """
         form = form or Form.of(tiling)
@@ -117,10 +111,10 @@ class Place:
         if self.begin is None or self.size is None:
             mask = self.row_mask
             whole = None if mask is None else jnp.broadcast_to(mask[:, None], shape)
-            return (Run(self.first, self.rows), Run(0, self.lanes)), whole
+            return (Run(self.first, self.rows), Run(0, self.lanes, self.vector)), whole
         unit, lane = jnp.int32(self.form.alignment), lax.broadcasted_iota(jnp.int32, shape, 1)
         mask = lane < jnp.broadcast_to((self.size * unit)[:, None], shape)
-        return (jnp.broadcast_to((self.begin * unit)[:, None], shape) + lane,), mask
+        return (Run(self.begin * unit, self.lanes, self.vector),), mask
 
     @property
     def _scales(self) -> Run:
@@ -129,12 +123,12 @@ class Place:
     def load(self, x: Operand, other: int = 0) -> jax.Array:
         """Load the elements; `other` where there are none."""
         where, mask = self.elements
-        return x.load(*where, mask=mask, other=other, early=True, vector=self.vector)
+        return x.load(*where, mask=mask, other=other, early=True)
 
     def store(self, x: Operand, values: jax.Array) -> None:
         """Store the elements."""
         where, mask = self.elements
-        x.store(*where, values=values, mask=mask, vector=self.vector)
+        x.store(*where, values=values, mask=mask)
 
     def load_scales(self, x: Operand) -> jax.Array:
         """Load the scales of the groups, [rows]; 0 where there are none."""

@@ -80,20 +80,16 @@ def _kernel(
     tilings: Sequence[Tiling],
     blocks: Sequence[Block | None],
     names: Sequence[str],
-    structures: tuple[Any, Any],
     program: Program,
     scalars: Operand,
     keys: Operand,
     lane_bits: Operand,
     numbers: Operand,
-    *arrays: Operand,
+    leaves: Any,
+    *results: Any,
 ) -> None:
-    """Step a tile of one of several leaves."""
+    """Step a tile of one of several leaves, with operands in place of their arrays."""
     position, per_leaf = program.index(), scalars.shape[0] > 1
-    sizes = [structure.num_leaves for structure in structures]
-    read = [arrays[i * sizes[0] :][: sizes[0]] for i in range(len(tilings))]
-    results = arrays[len(tilings) * sizes[0] :]
-    written = [results[i * sizes[1] :][: sizes[1]] for i in range(len(tilings))]
     starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
     packed = {slot.codec.codes_per_byte if slot.codec else 1 for slot in plan.slots} | {1}
 
@@ -103,7 +99,7 @@ def _kernel(
             codes: tiles.Place.of(
                 tiling.of_bytes(codes),
                 tile,
-                tiles.Form.of_all([tilings[j].of_bytes(codes) for j in shared]),
+                tiles.Form.of(*(tilings[j].of_bytes(codes) for j in shared)),
                 tiles.VECTOR // codes,
             )
             for codes in sorted(packed)
@@ -111,22 +107,23 @@ def _kernel(
         parts = blocks[i].fit(tiling.shape).parts if blocks[i] else ()
         of_block = [tiles.block_numbers(tiling, part, tile) for part in parts]
         counters = tiles.counters(tiling, tile) if plan.noisy else None
-        return i, places, of_block, counters, read[i], written[i]
+        return i, places, of_block, counters, leaves[i], results[i]
 
     def run(chosen: Any) -> None:
-        i, places, of_block, counters, read, written = chosen
+        i, places, of_block, counters, read, into = chosen
+        # first what is needed last: Triton would load it where it is used
         h = {name: scalars.load(i if per_leaf else 0, j) for j, name in enumerate(names)}
-        leaf = _load(plan, places, jax.tree.unflatten(structures[0], read))
-        if of_block:
-            pairs = zip(of_block, jax.tree.leaves(leaf.of_block), strict=True)
-            h[OF_BLOCK] = product([places[1].load_of_block(x, at) for at, x in pairs])
         noise = None
         if counters is not None:
             number = numbers.load(i)
             key, lanes = keys.load(number), gpu_kernel.Run(0, lane_bits.shape[1])
             noise = random.mix(key + counters)[:, None], lane_bits.load(number, lanes)
+        leaf = _load(plan, places, read)
+        if of_block:
+            pairs = zip(of_block, jax.tree.leaves(leaf.of_block), strict=True)
+            h[OF_BLOCK] = product([places[1].load_of_block(x, at) for at, x in pairs])
         result = _step(rule, plan, program.approximations, leaf._replace(of_block=None), h, noise)
-        _store(plan, places, jax.tree.unflatten(structures[1], written), result)
+        _store(plan, places, into, result)
 
     program.with_one(position, starts, choose, run)
 
@@ -261,21 +258,15 @@ def _launch(
     row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
     lane_bits = random.lane_bits(lane_keys[:, None], lanes)
     alike = plans[0].shapeless
-    flat_in, flat_out = (jax.tree.leaves(tree) for tree in (viewed, results))
-    structures = (jax.tree.structure(viewed[0]), jax.tree.structure(results[0]))
     blocks = [plan.block for plan in plans]
     outputs = gpu_kernel.launch(
-        functools.partial(_kernel, rule, alike, tilings, blocks, names, structures),
-        [scalars, row_keys, lane_bits, leaf_numbers, *flat_in],
-        flat_out,
+        functools.partial(_kernel, rule, alike, tilings, blocks, names),
+        [scalars, row_keys, lane_bits, leaf_numbers, viewed],
+        results,
         (sum(tiling.tiles for tiling in tilings),),
         warps=tile.warps,
         name="fused_update",
         backend=backend,
         in_place=aliases(alike, viewed, results, first=4),
     )
-    outcome = jax.tree.unflatten(jax.tree.structure(results), outputs)
-    return [
-        restored(plan, leaf, result)
-        for plan, leaf, result in zip(plans, leaves, outcome, strict=True)
-    ]
+    return [restored(*row) for row in zip(plans, leaves, outputs, strict=True)]

@@ -1,8 +1,6 @@
 """Groups leaves into launches of the GPU kernel, by Pallas or by generated Triton."""
 
-import functools
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.step import operands, reference, tuning, xla
 from optax_lowmem._src.step.batch import LeafBatch, Stepped
+from optax_lowmem._src.step.gpu import kernel
 from optax_lowmem._src.step.plan import LeafPlan, LeafState
 from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
 
@@ -31,8 +30,6 @@ def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         return None if platform.has_pallas_triton() else platform.NO_PALLAS_TRITON
     if not platform.has_jax_triton():
         return platform.NO_JAX_TRITON
-    from optax_lowmem._src.step.gpu import kernel
-
     return kernel.unsupported(rule, plan)
 
 
@@ -127,15 +124,8 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
     ) -> list[Stepped]:
         every = zip(arrays, of_blocks, strict=True)
         leaves = tuple(operands.leaf_of(*row, of_block) for row, of_block in every)
-        if os.environ.get("OPTAX_LOWMEM_STEP") != "old":
-            from optax_lowmem._src.step.gpu.kernel import launch
-
-            launch = functools.partial(launch, backend=backend)
-        elif backend == "pallas":
-            from optax_lowmem._src.step.gpu.old.pallas_triton import launch
-        else:
-            from optax_lowmem._src.step.gpu.old.jax_triton import launch
-        results = launch(rule, plans, leaves, names, scalars, keys, numbers, tile)
+        arrays_of = leaves, names, scalars, keys, numbers
+        results = kernel.launch(rule, plans, *arrays_of, tile, backend=backend)
         return [
             (reference.emit(plan, row[1], result.update), operands.state_of(result))
             for plan, row, result in zip(plans, arrays, results, strict=True)

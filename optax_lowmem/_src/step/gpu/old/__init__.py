@@ -1,1 +1,0 @@
-"""The step as it was described before, for one comparison on a GPU."""
