@@ -328,10 +328,7 @@ def _batches(pairs: Sequence[tuple[Block, jax.Array]], indices: Sequence[int]) -
 
 
 def _by_kernel(
-    pairs: Sequence[tuple[Block, jax.Array]],
-    scale: jax.Array | None,
-    automatic: bool,
-    backend: str,
+    pairs: Sequence[tuple[Block, jax.Array]], scale: jax.Array | None, automatic: bool, backend: str
 ) -> list[jax.Array]:
     from optax_lowmem._src.blocks import block_means_triton
 
@@ -395,10 +392,7 @@ def _has_factors_kernel(block: Block, shape: tuple[int, ...]) -> bool:
 
 
 def _factors_by_kernel(
-    block: Factors,
-    shape: tuple[int, ...],
-    values: Sequence[jax.Array],
-    implementation: str | None,
+    block: Factors, shape: tuple[int, ...], values: Sequence[jax.Array], implementation: str | None
 ) -> list[tuple[jax.Array, ...]]:
     from optax_lowmem._src.blocks import block_means_triton
 

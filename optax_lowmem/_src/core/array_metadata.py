@@ -19,32 +19,32 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 # If no mesh is known, assume up to this many shards per axis, times any odd number.
 _PARTS = 64
-_KEYS = (
-    "out_sharding",
-    "optimizer_sharding",
-)  # of NNX; for a state Flax prefers the latter
+_KEYS = ("out_sharding", "optimizer_sharding")  # of NNX; for a state Flax prefers the latter
+
+
+def _kind(node: object) -> str | None:
+    """Return `box`, `variable`, or the field with the axes; None if a node has no metadata.
+
+    A node with named axes is a dataclass with the fields `array` and either `axes` (names and
+    sizes) or `axis_names` (strings): haliax's `NamedArray`, depending on its version.
+    """
+    cls = type(node)
+    if hasattr(cls, "unbox") and hasattr(cls, "replace_boxed"):
+        return "box"
+    if hasattr(cls, "get_metadata") and hasattr(cls, "replace"):
+        return "variable"
+    fields = set(getattr(cls, "__dataclass_fields__", ()))
+    return next((name for name in ("axes", "axis_names") if fields == {"array", name}), None)
 
 
 def is_box(node: object) -> bool:
     """Return whether a node is an array with Linen metadata, such as `Partitioned`."""
-    return hasattr(type(node), "unbox") and hasattr(type(node), "replace_boxed")
+    return _kind(node) == "box"
 
 
 def is_variable(node: object) -> bool:
     """Return whether a node is an NNX `Variable`."""
-    return hasattr(type(node), "get_metadata") and hasattr(type(node), "replace")
-
-
-def _axes_field(node: object) -> str | None:
-    """Return the field with the axes of an array with named axes; None for other nodes.
-
-    Such a node is a dataclass with the fields `array` and either `axes` (names and sizes) or
-    `axis_names` (strings): haliax's `NamedArray`, depending on its version.
-    """
-    fields = getattr(type(node), "__dataclass_fields__", ())
-    if len(fields) != 2 or "array" not in fields:
-        return None
-    return next((name for name in ("axes", "axis_names") if name in fields), None)
+    return _kind(node) == "variable"
 
 
 def unboxed(tree: optax.Params) -> optax.Params:
@@ -91,7 +91,8 @@ def like(
 
 
 def has_metadata(node: object) -> bool:
-    return is_box(node) or is_variable(node) or _axes_field(node) is not None
+    """Return whether a node is an array with metadata, of any kind."""
+    return _kind(node) is not None
 
 
 def _fitted(node: Any, rest: Iterable[Any]) -> Any:
@@ -105,7 +106,8 @@ def _fitted(node: Any, rest: Iterable[Any]) -> Any:
     if is_variable(node):
         return fitted_variable(jax.tree.unflatten(treedef, arrays), shape, whole)
     sizes, pairs = _sizes(jax.sharding.get_abstract_mesh()), list(zip(shape, whole, strict=False))
-    if (field := _axes_field(node)) is not None:
+    field = _kind(node)
+    if field is not None and field != "box":
         axes = _axes(getattr(node, field), shape, [_splits_as(*pair, sizes) for pair in pairs])
         return dataclasses.replace(node, **{"array": arrays[0], field: axes})
     keeps = [_splits_on_any(*pair, sizes) for pair in pairs]

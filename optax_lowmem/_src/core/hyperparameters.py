@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,13 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.core.compiled import compiled
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise unless an option has one of these values."""
+    choices = tuple(choices)
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_range(name: str, value: object, low: float, high: float = math.inf) -> None:

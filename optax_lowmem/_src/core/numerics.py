@@ -47,7 +47,8 @@ class Approximations:
     gpu: bool = True
 
 
-# arithmetic of the kernel whose body is being traced
+# the arithmetic of the kernel whose body is being traced: codecs and rules, which XLA and kernels
+# call alike, would otherwise pass it to every function of this module
 _approximations: ContextVar[Approximations | None] = ContextVar("approximations", default=None)
 
 

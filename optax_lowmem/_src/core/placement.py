@@ -23,6 +23,12 @@ def entry(axes: Axes) -> None | str | Axes:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
+def axes_of(spec: PartitionSpec, rank: int) -> list[Axes]:
+    """Return the mesh axes that shard each dimension."""
+    entries = [*spec, *[None] * (rank - len(spec))]
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """The sharding of an array.
@@ -133,8 +139,7 @@ def placement(
     """
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding or PartitionSpec()
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else mesh
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+    axes = axes_of(spec, len(shape))
     where = f"parameter '{path}' of shape {shape} with {spec}"
     if len(axes) > len(shape):
         raise ValueError(f"{where}: the spec has more entries than the parameter has dimensions.")
@@ -186,10 +191,6 @@ def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | Abstract
     return mesh
 
 
-def _is_sharding(node: object) -> bool:
-    return node is None or isinstance(node, NamedSharding | PartitionSpec)
-
-
 def of_parameters(params: optax.Params, shardings: object) -> list[Sharding]:
     """Return the sharding of each parameter: a NamedSharding, a PartitionSpec or None.
 
@@ -197,14 +198,14 @@ def of_parameters(params: optax.Params, shardings: object) -> list[Sharding]:
       ValueError: if the trees have different structures.
     """
     names = [name for name, _ in trees.named_leaves(params)]
-    result = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=_is_sharding)
+    result = jax.tree_util.tree_leaves_with_path(
+        shardings, is_leaf=lambda n: n is None or isinstance(n, NamedSharding | PartitionSpec)
+    )
     other = [trees.path_name(path) for path, _ in result]
-    if other != names:
-        missing = [name for name in names if name not in other]
-        extra = [name for name in other if name not in names]
+    if differs := trees.difference(names, other):
         raise ValueError(
-            "the shardings do not have the structure of the parameters: missing "
-            f"{missing[:3]}, extra {extra[:3]}. Give one for each; None means replicated."
+            f"the shardings do not have the structure of the parameters: {differs}. Give one for "
+            "each; None means replicated."
         )
     return [sharding for _, sharding in result]
 

@@ -109,13 +109,17 @@ def noise_bits(
     """Return the random bits of an array [..., n], uint32: parts R [..., groups] and C [n]."""
     row_key, lane_key = row_and_lane_keys(key)
     grouped = groups.scale_shape(shape, group_size)
-    coordinates = []
-    for axis, size in enumerate(grouped):
-        dims = [1] * len(grouped)
-        dims[axis] = size
-        coordinates.append(lax.broadcasted_iota(jnp.uint32, tuple(dims), axis))
     lane = lane_bits(lane_key, lax.iota(jnp.uint32, min(group_size, shape[-1])))
-    return row_bits(row_key, coordinates), jnp.tile(lane, grouped[-1])[: shape[-1]]
+    return row_bits(row_key, indices(grouped)), jnp.tile(lane, grouped[-1])[: shape[-1]]
+
+
+def indices(shape: tuple[int, ...]) -> list[jax.Array]:
+    """Return the uint32 indices along each axis of an array, which broadcast to its shape."""
+    result = []
+    for axis, size in enumerate(shape):
+        dims = (*[1] * axis, size, *[1] * (len(shape) - axis - 1))
+        result.append(lax.broadcasted_iota(jnp.uint32, dims, axis))
+    return result
 
 
 def _odd(axis: int) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import context, groups, numerics, packs, trees
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.step.masters import master_params
 
 
@@ -219,8 +220,7 @@ def stalled_leaves(
       >>> lowmem.diagnostics.stalled_leaves(nearest, params, 1e-5, action="none")
       [Stall(path='w', largest=8.0, half_spacing=0.0001220703125, share=1.0)]
     """
-    if action not in ("warn", "raise", "none"):
-        raise ValueError(f"action must be 'warn', 'raise' or 'none', got {action!r}")
+    check_choice("action", action, ("warn", "raise", "none"))
     _, decisions = context.dry_run(tx, params)
     kept = {d.path: (d.form, d.stochastic) for d in decisions if d.slot == "correction"}
     stalls = []

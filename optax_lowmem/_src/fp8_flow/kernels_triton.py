@@ -102,12 +102,7 @@ def store_normed(
 
 
 def _gate_body(
-    activation: str,
-    exact: bool,
-    tiling: Tiling,
-    inputs: int,
-    program: Program,
-    *arrays: Operand,
+    activation: str, exact: bool, tiling: Tiling, inputs: int, program: Program, *arrays: Operand
 ) -> None:
     tile = program.index()
     place = tiles.Place.of(tiling, tile)

@@ -6,7 +6,7 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,9 @@ from jax.lax import PrecisionLike
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from optax_lowmem._src.core import derivative, varying
+from optax_lowmem._src.core import derivative, explicit, varying
+from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core.placement import axes_of
 from optax_lowmem._src.losses.products import (
     FP8,
     FP8_INPUTS,
@@ -125,7 +127,12 @@ def linear_cross_entropy(
       >>> print(f"{layers.linear_cross_entropy(hidden, head, labels):.4f}")  # log(5)
       1.6094
     """
-    _check_arrays(hidden=hidden, head=head, labels=labels, weights=weights)
+    given = {"hidden": hidden, "head": head, "labels": labels, "weights": weights}
+    for name, x in given.items():
+        if x is not None and not hasattr(x, "dtype"):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}, not an array: make it one with jnp.asarray"
+            )
     z_loss = _option("z_loss", z_loss, float, "a number")
     if soft_cap is not None:
         soft_cap = _option("soft_cap", soft_cap, float, "a number")
@@ -135,9 +142,10 @@ def linear_cross_entropy(
     _check_products(hidden, head, products, precision)
     layout = _layout(hidden, head, labels, mesh, specs, vocab_axis)
     if weights is not None:
-        weights = weights.astype(jnp.promote_types(jnp.float32, _float_of(weights)))
+        kind = weights.dtype if jnp.issubdtype(weights.dtype, jnp.floating) else jnp.float32
+        weights = weights.astype(jnp.promote_types(jnp.float32, kind))
     if layout is not None:
-        hidden, head, labels, weights = layout.laid_out(hidden, head, labels, weights)
+        hidden, head, labels, weights = layout.reshard(hidden, head, labels, weights)
     dtype = str(head.dtype)
     static = (vocab_axis, z_loss, soft_cap, chunk_tokens, products, precision, dtype, layout)
     loss = _Loss(*static)
@@ -165,8 +173,7 @@ def _check(
     soft_cap: float | None,
     chunk_tokens: int | None,
 ) -> None:
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+    check_choice("reduction", reduction, _REDUCTIONS)
     if vocab_axis not in (0, 1):
         raise ValueError(f"vocab_axis must be 0 or 1, an axis of the head, got {vocab_axis!r}")
     if head.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != head.shape[1 - vocab_axis]:
@@ -191,14 +198,6 @@ def _check(
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
 
 
-def _check_arrays(**given: object) -> None:
-    for name, x in given.items():
-        if x is not None and not hasattr(x, "dtype"):
-            raise TypeError(
-                f"{name} is a {type(x).__name__}, not an array: make it one with jnp.asarray"
-            )
-
-
 def _option(name: str, value: Any, to: Callable[[Any], Any], kind: str) -> Any:
     """Return a static option as a Python number."""
     try:
@@ -213,8 +212,7 @@ def _option(name: str, value: Any, to: Callable[[Any], Any], kind: str) -> Any:
 def _check_products(
     hidden: jax.Array, head: jax.Array, products: str, precision: PrecisionLike
 ) -> None:
-    if products not in PRODUCTS:
-        raise ValueError(f"products must be one of {', '.join(PRODUCTS)}, got {products!r}")
+    check_choice("products", products, PRODUCTS)
     if products == INPUT:
         return
     for name, x in (("hidden", hidden), ("head", head)):
@@ -228,10 +226,6 @@ def _check_products(
             f"precision={precision!r} with products={products!r}: products of codes have no "
             "precision. Leave it out, or use products='fp8-gradients', whose logits use it"
         )
-
-
-def _float_of(x: jax.Array) -> Any:
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
 
 
 # ---- static arguments ----------------------------------------------------------------------------
@@ -281,32 +275,26 @@ class _Layout:
         both = (self.vocab or None, width or None)
         return P(*(both if self.vocab_axis == 0 else both[::-1]))
 
-    def laid_out(
+    def reshard(
         self, hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Reshard the arguments to `specs` on Explicit axes; on Auto axes shard_map does it."""
-        if not self.explicit:
-            return hidden, head, labels, weights
-        labels = jax.sharding.reshard(labels, self._on(self.of_tokens))
+        labels = self._reshard(labels, self.of_tokens)
         if weights is not None:
-            weights = jax.sharding.reshard(weights, self._on(self.of_tokens))
-        hidden = jax.sharding.reshard(hidden, self._on(self.of_hidden))
-        return hidden, head, labels, weights
+            weights = self._reshard(weights, self.of_tokens)
+        return self._reshard(hidden, self.of_hidden), head, labels, weights
 
     def gathered(self, head: jax.Array) -> jax.Array:
         """Gather the head's width on Explicit axes."""
-        if not self.explicit:
-            return head
-        return jax.sharding.reshard(head, self._on(self.of_head()))
+        return self._reshard(head, self.of_head())
 
     def as_head(self, x: jax.Array) -> jax.Array:
         """Reshard a gradient to the head's sharding, on Explicit axes."""
-        if not self.explicit:
-            return x
-        return jax.sharding.reshard(x, self._on(self.of_head(self.width)))
+        return self._reshard(x, self.of_head(self.width))
 
-    def _on(self, spec: P) -> jax.sharding.NamedSharding:
-        return jax.sharding.NamedSharding(self.mesh, spec)
+    def _reshard(self, x: jax.Array, spec: P) -> jax.Array:
+        sharding = jax.sharding.NamedSharding(self.mesh, spec) if self.explicit else None
+        return explicit.reshard(x, sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,10 +333,6 @@ class _Wanted:
         return self.hidden or self.head
 
 
-def _names(entry: str | Iterable[str] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def _layout(
     hidden: jax.Array,
     head: jax.Array,
@@ -357,7 +341,7 @@ def _layout(
     specs: tuple[P, P] | None,
     vocab_axis: int,
 ) -> _Layout | None:
-    explicit = False
+    typed = False
     if specs is None:
         if mesh is not None:
             raise ValueError("mesh without specs: also pass specs, for hidden and head")
@@ -365,7 +349,7 @@ def _layout(
         meshes = [own.mesh for own in types if own.mesh.explicit_axes]
         if not meshes:
             return None
-        mesh, explicit = meshes[0], True
+        mesh, typed = meshes[0], True
         specs = tuple(own.spec for own in types[:2])
     elif mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
@@ -373,14 +357,13 @@ def _layout(
             raise ValueError("specs without a mesh: pass mesh=, or set one with jax.set_mesh")
     try:
         of_hidden, of_head = (
-            tuple(map(_names, (*spec, *(None,) * (x.ndim - len(spec)))))
-            for spec, x in zip(specs, (hidden, head), strict=True)
+            tuple(axes_of(spec, x.ndim)) for spec, x in zip(specs, (hidden, head), strict=True)
         )
     except (TypeError, ValueError):
         raise ValueError(f"specs={specs!r}: pass a pair, for hidden and head") from None
     width, vocab = of_head if vocab_axis else of_head[::-1]
-    manual = frozenset(mesh.explicit_axes if explicit else mesh.axis_names)
-    layout = _Layout(mesh, of_hidden[:-1], width, vocab, manual, explicit, vocab_axis)
+    manual = frozenset(mesh.explicit_axes if typed else mesh.axis_names)
+    layout = _Layout(mesh, of_hidden[:-1], width, vocab, manual, typed, vocab_axis)
     both = sorted(set(layout.batch) & set(vocab))
     if both:
         raise ValueError(

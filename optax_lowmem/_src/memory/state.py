@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.checkpoint.plain import counterpart, counterpart_name
+from optax_lowmem._src.checkpoint.optax_conversion import counterpart, counterpart_name
 from optax_lowmem._src.core import context, trees
 
 _UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}

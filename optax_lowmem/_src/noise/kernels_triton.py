@@ -227,11 +227,7 @@ def sample(
 
 @functools.partial(jax.jit, static_argnames=("noise", "strip", "backend"))
 def noise_sums(
-    g: jax.Array,
-    key: jax.Array,
-    noise: Noise,
-    strip: Strip | None = None,
-    backend: str = "pallas",
+    g: jax.Array, key: jax.Array, noise: Noise, strip: Strip | None = None, backend: str = "pallas"
 ) -> jax.Array:
     """Compute `kernels.noise_sums_plain`, with another order of the sums."""
     strip = strip or Strip(warps=2 if backend == "triton" else 4)  # as measured on an H100

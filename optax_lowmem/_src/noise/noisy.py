@@ -208,7 +208,7 @@ class Noisy:
         for (path, old), weight, step, bits in rows:
             change = numerics.widen(weight) - numerics.widen(old) if bits.ndim else step
             changes.append(change)
-            if context.is_emitting() and (path in emitted or bits.ndim):
+            if context.current().emitted is not None and (path in emitted or bits.ndim):
                 # report changes made after the split inside to an observer outside
                 spoilt = emitted[path] - step if path in emitted else jnp.zeros_like(change)
                 context.emit(path, change + spoilt)
@@ -280,7 +280,7 @@ class Noisy:
         factor: jax.Array | None,
     ) -> tuple[jax.Array, Any, Any]:
         """Return the new count, b_i and state of the bits' optimizer (equations 3, 9 and 10)."""
-        run = _bits_gradients if context.is_placing() else compiled(_bits_gradients)
+        run = _bits_gradients if context.step_arguments().placements else compiled(_bits_gradients)
         small = [row._replace(param=None, clean=None) for row in rows]
         span = self.bits_init, self.bits_target
         result = run(
@@ -303,7 +303,7 @@ class Noisy:
             to = self.compute or formats.format_of(dtype.name)
             if row.sampled:
                 given.append((row.path, w, corrections.get(row.path), b, to, dtype))
-        run = _samples if context.is_placing() else compiled(_samples)
+        run = _samples if context.step_arguments().placements else compiled(_samples)
         span = self.bits_init, self.bits_target
         sampled = iter(run(self.noise, span, given, state.seed, state.count))
         return [next(sampled) if row.sampled else (w, row.scale) for row, w, _ in own]

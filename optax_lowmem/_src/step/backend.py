@@ -145,7 +145,7 @@ def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
     gpu = platform.no_device_reason() is None
     asks_tpu = batch.implementation == _TPU
     may_be_tpu = asks_tpu or any(map(platform.may_be_tpu, batch.gradients))
-    if not gpu and not context.is_placing() and not may_be_tpu:
+    if not gpu and not context.step_arguments().placements and not may_be_tpu:
         return {}
     rows = zip(batch.plans, batch.states, batch.gradients, strict=True)
     places = {i: on_mesh.place_of(*row) for i, row in enumerate(rows)}
@@ -171,7 +171,7 @@ def _on_mesh(
     """Yield (index, result) of the sharded parameters, stepping those of each mesh together."""
 
     def step(part: LeafBatch) -> list[Stepped]:
-        with context.placing(None):
+        with context.stepping(placements=None):
             return fused_updates(rule, part, tuned)
 
     for mesh in dict.fromkeys(place.mesh for place in placed.values()):

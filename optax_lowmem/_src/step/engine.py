@@ -288,7 +288,7 @@ class Engine:
         count, keys = count_and_keys(state.seed, state.count, count, paths)
         batch = LeafBatch(
             tuple(plans), gradients, weights, states, h, [{}] * len(plans), keys,
-            tuple(range(len(plans))), context.implementation(), shared, keys,
+            tuple(range(len(plans))), context.step_arguments().implementation, shared, keys,
         )  # fmt: skip
         results, states, shared = step_leaves(self.rule, batch)
         for plan, update in zip(plans, results, strict=True):
@@ -379,7 +379,7 @@ def step_leaves(
         updates, states, shared = ([x for (x,) in column] for column in columns)
         return updates, states, shared
     # on a mesh the shardings are in the context, which is not part of the key of `compiled`
-    run = _step_leaves if context.is_placing() else compiled(_step_leaves)
+    run = _step_leaves if context.step_arguments().placements else compiled(_step_leaves)
     return run(rule, batch)
 
 
@@ -457,7 +457,7 @@ def _zero_placeholders(fields: list[str], count: int) -> dict[str, list[jax.Arra
 def _resharded(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
     """Reshard scales and shared slots like their parameter on Explicit axes, as steps do."""
     return jax.tree.map(
-        lambda x: explicit.laid(x, explicit.of_state(plan.path, leaf, x.shape, plan.group_size)),
+        lambda x: explicit.reshard(x, explicit.of_state(plan.path, leaf, x.shape, plan.group_size)),
         tree,
     )
 
@@ -495,14 +495,14 @@ def _check_array(
     hint = blocks = ""
     if plan.block is not None and plan.block.words and field in {slot.name for slot in plan.shared}:
         blocks = f", {field}: {plan.block.words}"
-        if varying.of_parts():
+        if varying.sees_shards():
             hint = (
                 " In a shard_map or pmap, means over blocks, rows or columns may involve several "
                 "devices: call the step in jit with shardings instead."
             )
     if field == "correction" and plan.dtype == jnp.float32 and jnp.shape(array) == plan.shape:
         raise ValueError(promoted(plan.path, array.dtype))
-    if varying.of_parts() and field.endswith("_scale"):
+    if varying.sees_shards() and field.endswith("_scale"):
         hint = (
             " In a shard_map each shard must consist of whole groups, with the scales of those: "
             "see docs/guides/sharding.md, or call the step in jit with shardings instead."

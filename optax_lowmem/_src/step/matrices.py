@@ -152,7 +152,7 @@ _in_a_call = packed.opaque(jax.jit(_step, static_argnames=("rule",)))
 
 def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
     """Call `_step`, on a CPU without inlining, since XLA would compute all stacks at once."""
-    if not _on_cpu() or context.is_placing():  # shardings are looked up by path
+    if not _on_cpu() or context.step_arguments().placements:  # shardings are looked up by path
         return _step(rule, stack)
     results: list[Stepped] = _in_a_call(rule, stack.nameless)
     return results

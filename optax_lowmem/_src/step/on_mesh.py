@@ -102,7 +102,9 @@ def fused_updates(
     )  # fmt: skip
     if typed:
         likes = map(result_like, batch.gradients, batch.weights, batch.states)
-        results = [explicit.laid_like(one, like) for one, like in zip(results, likes, strict=True)]
+        results = [
+            explicit.reshard_like(one, like) for one, like in zip(results, likes, strict=True)
+        ]
     return results
 
 

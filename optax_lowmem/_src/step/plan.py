@@ -323,7 +323,7 @@ def warn_of_four_bits(plans: Sequence[LeafPlan]) -> None:
             shared.append(plan.path)
         elif any(map(_in_four_bits, (*plan.slots, *plan.shared))):
             own.append(plan.path)
-    for paths, message in ((shared, _SHARED_FOUR_BITS), (own, _OWN_FOUR_BITS)):
+    for paths, message in ((shared, _SHARED_FOUR_BITS), (own, ELEMENTWISE_FOUR_BITS)):
         if paths:
             others = f" and {len(paths) - 1} more" if paths[1:] else ""
             warnings.warn(message.format(f"leaf '{paths[0]}'{others}"), stacklevel=3)
@@ -338,7 +338,7 @@ _SHARED_FOUR_BITS = (
     "memory, and each error affects all of these elements. Keep them in f32 with nu=None, for "
     "example Storage.four_bit(nu=None)."
 )
-_OWN_FOUR_BITS = (
+ELEMENTWISE_FOUR_BITS = (
     "second moments of single elements ({}) are stored in 4 bits: small ones in a group with "
     "larger ones may be stored too large, and their weights then move too slowly. "
     "flash_factored_adamw with storage=Storage.four_bit(nu=None, group_size=32) has no such codes "

@@ -125,7 +125,7 @@ def _prepare_blocks(
         tuple(plan.shared_plan for plan in plans), [mean.reshape(-1) for mean in means],
         [None] * len(plans), flat, h, [{}] * len(plans), keys, numbers, implementation,
     )  # fmt: skip
-    with context.placing(None):  # the context has the shardings of leaves, not of blocks
+    with context.stepping(placements=None):  # those are of leaves, not of blocks
         result = fused_updates(_BlockRule(rule), of_blocks)
     values = [given.reshape(mean.shape) for (given, _), mean in zip(result, means, strict=True)]
     shapes = [plan.shape for plan in plans]

@@ -51,7 +51,11 @@ def convert(model: nnx.Module | linen.Module, where: Where = "*", to: To | None 
       'SwitchBackLinear'
     """
     to = switchback_dot_general() if to is None else to
-    chosen = _chooser(where)
+    chosen: Chooser
+    if callable(where):
+        chosen = where
+    else:
+        chosen = _Where(where if isinstance(where, str) else tuple(where))
     if isinstance(model, nnx.Module):
         return _convert_nnx(model, chosen, to)
     if isinstance(model, linen.Module):
@@ -60,27 +64,16 @@ def convert(model: nnx.Module | linen.Module, where: Where = "*", to: To | None 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Patterns:
-    patterns: tuple[str, ...]
+class _Where:
+    """Select layers by patterns of their paths, or by the name of a part of a transformer."""
+
+    where: str | tuple[str, ...]
 
     def __call__(self, path: str, layer: object) -> bool:
-        return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.patterns)
-
-
-def _chooser(where: Where) -> Chooser:
-    if callable(where):
-        return where
-    if isinstance(where, str) and where in PARTS:
-        return _Part(where)
-    return _Patterns((where,) if isinstance(where, str) else tuple(where))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    name: str
-
-    def __call__(self, path: str, layer: object) -> bool:
-        return chooser(self.name)(f"{path}/kernel", None)
+        if self.where in PARTS:
+            return chooser(self.where)(f"{path}/kernel", None)
+        patterns = (self.where,) if isinstance(self.where, str) else self.where
+        return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def _nothing(paths: Iterable[str]) -> ValueError:
@@ -187,6 +180,7 @@ def _convert_linen(model: linen.Module, chosen: Chooser, to: To) -> linen.Module
     return _converted(base, chosen, to)(**fields)
 
 
+# Flax constructs the modules inside a converted one: only this tells them that it is running
 _running: contextvars.ContextVar[tuple[type, ...]] = contextvars.ContextVar("running", default=())
 
 

@@ -132,7 +132,7 @@ def step(
             f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
         )
     places = None if specs is None else placements(params, specs, mesh)
-    with context.implementing(implementation), context.placing(places):
+    with context.stepping(implementation=implementation, placements=places):
         try:
             return _step_any(tx, grads, state, params, None, extra)
         except TypeError as error:

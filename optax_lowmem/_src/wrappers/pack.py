@@ -86,7 +86,7 @@ class PackedEngine(Engine):
         _check_whole(like, packs)
         engine = self._of_packs(packs, like, plans, decisions)
         weights = None if params is None else packing.pack(params, packs)
-        with context.placing(_placements(names, packs)), context.emitting() as emitted:
+        with context.stepping(placements=_placements(names, packs)), context.emitting() as emitted:
             outcome, state = engine.run(
                 packing.pack(updates, packs), state, weights, h, count, gradient_scale, direct
             )
