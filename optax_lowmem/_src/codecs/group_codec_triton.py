@@ -24,7 +24,7 @@ def _encode_tile(
 ) -> None:
     x_at, *key_at, codes_at, scales_at = arrays
     tile = program.index()
-    place, place_of_codes = _places(codec, tiling, tile)
+    place = tiles.Place.of(tiling, tile)
     # lanes and groups of padding are 0, so they cannot raise the maximum of a real group
     x = numerics.widen(place.load(x_at))
     noise = None
@@ -32,7 +32,7 @@ def _encode_tile(
         bits = tiles.noise(tiling, tile, key_at[0].load(0))
         noise = random.join_bits(*bits, tiling.lanes, slot)
     codes, scales = codec.encode(x, noise)
-    place_of_codes.store(codes_at, codec.pack(codes))
+    tiles.Place.of(tiling, tile, codec.codes_per_byte).store(codes_at, codec.pack(codes))
     place.store_scales(scales_at, scales)
 
 
@@ -44,16 +44,10 @@ def _decode_tile(
     scales_at: Operand,
     x_at: Operand,
 ) -> None:
-    place, place_of_codes = _places(codec, tiling, program.index())
-    codes = codec.unpack(place_of_codes.load(codes_at), tiling.lanes)
+    tile = program.index()
+    place, of_codes = (tiles.Place.of(tiling, tile, each) for each in (1, codec.codes_per_byte))
+    codes = codec.unpack(of_codes.load(codes_at), tiling.lanes)
     place.store(x_at, codec.decode(codes, place.load_scales(scales_at)))
-
-
-def _places(codec: GroupCodec, tiling: Tiling, tile: jax.Array) -> tuple[tiles.Place, tiles.Place]:
-    """Return the place of a tile in an array and in that of its codes."""
-    each = codec.codes_per_byte
-    of_codes = tiles.Place.of(tiling.of_bytes(each), tile, vector=tiles.VECTOR // each)
-    return tiles.Place.of(tiling, tile), of_codes
 
 
 def _launch_options(tiling: Tiling, tile: Tile, backend: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.core.numerics import Approximations
+from optax_lowmem._src.core.numerics import Approximations, Elementwise
 from optax_lowmem._src.core.typing import T
 
 BACKENDS = ("pallas", "triton")  # first the one that needs only JAX
@@ -96,8 +96,8 @@ class Program(abc.ABC):
         self,
         position: jax.Array,
         starts: Sequence[int],
-        choose: Callable[[int, Sequence[int]], Any],
-        run: Callable[[Any], None],
+        choose: Callable[[int, Sequence[int]], T],
+        run: Callable[[T], None],
     ) -> None:
         """Run run(choose(i, shared)) for the last i for which starts[i] <= position.
 
@@ -121,6 +121,19 @@ class Program(abc.ABC):
 
 
 Body = Callable[..., None]
+
+
+def approximations(instruction: Callable[[str], Elementwise]) -> Approximations:
+    """Return the arithmetic of a backend that has functions of PTX instructions of one f32 operand.
+
+    The reciprocal is 0 above 2^126. A compiled division takes eight instructions, a logarithm six,
+    a power of two four.
+    """
+    return Approximations(
+        reciprocal=instruction("rcp.approx.ftz.f32"),
+        log2=instruction("lg2.approx.ftz.f32"),
+        exp2=instruction("ex2.approx.ftz.f32"),
+    )
 
 
 def bisect(starts: Sequence[int], position: jax.Array, branch: Callable[[int], T]) -> T:
@@ -163,14 +176,13 @@ def launch(
       backend: one of `BACKENDS`; or `interpret`: by Pallas as plain JAX, on any device.
       in_place: index of an operand's array -> index of the result's array that overwrites it.
     """
-    flat, structure = jax.tree.flatten((list(operands), list(results)))
-    count = len(jax.tree.leaves(list(operands)))
+    (read, structure), (written, structure2) = map(jax.tree.flatten, (operands, results))
 
     def flat_body(program: Program, *arrays: Operand) -> None:
-        read, written = jax.tree.unflatten(structure, arrays)
-        body(program, *read, *written)
+        given = jax.tree.unflatten(structure, arrays[: len(read)])
+        body(program, *given, *jax.tree.unflatten(structure2, arrays[len(read) :]))
 
-    how = flat_body, flat[:count], flat[count:], grid, warps, name, dict(in_place or {})
+    how = flat_body, read, written, grid, warps, name, dict(in_place or {})
     if backend == "triton":
         from optax_lowmem._src.kernels import gpu_triton
 
@@ -179,4 +191,4 @@ def launch(
         from optax_lowmem._src.kernels import gpu_pallas
 
         outputs = gpu_pallas.launch(*how, interpret=backend == "interpret")
-    return jax.tree.unflatten(structure.children()[1], outputs)
+    return list(jax.tree.unflatten(structure2, outputs))

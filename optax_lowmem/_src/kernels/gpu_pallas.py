@@ -13,7 +13,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.kernels.gpu_kernel import Body, Index, Operand, Program, Run, bisect
+from optax_lowmem._src.core.typing import T
+from optax_lowmem._src.kernels.gpu_kernel import (
+    Body,
+    Index,
+    Operand,
+    Program,
+    Run,
+    approximations,
+    bisect,
+)
 
 _OF_TRITON = "jaxlib.mlir.dialects.tt"
 
@@ -75,13 +84,7 @@ def _instruction(name: str) -> numerics.Elementwise:
     return apply
 
 
-# The reciprocal is 0 above 2^126. The lowering of a division takes eight instructions, of a
-# logarithm six, of a power of two four.
-APPROXIMATIONS = numerics.Approximations(
-    reciprocal=_instruction("rcp.approx.ftz.f32"),
-    log2=_instruction("lg2.approx.ftz.f32"),
-    exp2=_instruction("ex2.approx.ftz.f32"),
-)
+APPROXIMATIONS = approximations(_instruction)
 
 
 class _PallasProgram(Program):
@@ -96,8 +99,8 @@ class _PallasProgram(Program):
         self,
         position: jax.Array,
         starts: Sequence[int],
-        choose: Callable[[int, Sequence[int]], Any],
-        run: Callable[[Any], None],
+        choose: Callable[[int, Sequence[int]], T],
+        run: Callable[[T], None],
     ) -> None:
         # the whole code in each branch, since results of branches would be packed and unpacked
         bisect(starts, position, lambda i: run(choose(i, [i])))

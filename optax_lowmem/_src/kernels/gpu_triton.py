@@ -16,6 +16,7 @@ from jax import lax
 
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.groups import result_like
+from optax_lowmem._src.core.typing import Shaped, T
 from optax_lowmem._src.kernels import jax_triton_call, jaxpr_to_triton, platform
 from optax_lowmem._src.kernels.gpu_kernel import Body, Index, Operand, Program, Run, bisect
 
@@ -40,9 +41,7 @@ class _Traced(Operand):
       stored: results of all stores.
     """
 
-    def __init__(
-        self, like: jax.ShapeDtypeStruct, pointer: jax.Array, stored: list[jax.Array]
-    ) -> None:
+    def __init__(self, like: Shaped | Operand, pointer: jax.Array, stored: list[jax.Array]) -> None:
         self.shape, self.dtype = like.shape, like.dtype
         self.pointer, self.stored = pointer, stored
 
@@ -52,11 +51,11 @@ class _Traced(Operand):
         spans = [size for along in runs.values() for size in along.shape]
         stride, offsets, last = 1, jnp.int32(0), len(spans)
         for axis, size in reversed(list(enumerate(self.shape))):
-            term = runs.get(axis, index[axis])
             if axis in runs:
-                dims = range(last - term.ndim, last)
-                term, last = lax.broadcast_in_dim(term, spans, dims), dims.start
-            term = jnp.asarray(term, jnp.int32)
+                dims = range(last - runs[axis].ndim, last)
+                term, last = lax.broadcast_in_dim(runs[axis], spans, dims), dims.start
+            else:
+                term = jnp.asarray(index[axis], jnp.int32)
             term = term * jnp.int32(stride) if stride > 1 else term
             shape = np.broadcast_shapes(offsets.shape, term.shape)
             offsets = jnp.broadcast_to(offsets, shape) + jnp.broadcast_to(term, shape)
@@ -102,8 +101,8 @@ class _TracedProgram(Program):
         self,
         position: jax.Array,
         starts: Sequence[int],
-        choose: Callable[[int, Sequence[int]], Any],
-        run: Callable[[Any], None],
+        choose: Callable[[int, Sequence[int]], T],
+        run: Callable[[T], None],
     ) -> None:
         every, chosen = range(len(starts)), []
 
@@ -127,7 +126,7 @@ class _TracedProgram(Program):
         self.stored.append(_barrier.bind())
 
 
-def traced(body: Body, arrays: Sequence[Any]) -> jex.core.ClosedJaxpr:
+def traced(body: Body, arrays: Sequence[Shaped]) -> jex.core.ClosedJaxpr:
     """Return the closed jaxpr of a program, a function of the pointers to its arrays.
 
     Args:
@@ -174,7 +173,7 @@ jaxpr_to_triton.FORMS.update({
 })  # fmt: skip
 
 
-def missing(body: Body, arrays: Sequence[Any]) -> str | None:
+def missing(body: Body, arrays: Sequence[Shaped]) -> str | None:
     """Return an operation of a program that has no translation to Triton, or None."""
     return jaxpr_to_triton.missing(traced(body, arrays))
 
@@ -184,7 +183,7 @@ def source(
     name: str,
     parameters: Sequence[str],
     names: Sequence[str],
-    arrays: Sequence[Any],
+    arrays: Sequence[Shaped],
 ) -> str:
     """Return the source of a kernel.
 
@@ -237,7 +236,7 @@ def launch(
 ) -> list[jax.Array]:
     """`gpu_kernel.launch` through jax_triton."""
     names = [f"x{i}" for i in range(len(operands))]
-    arrays = [*operands, *results]
+    arrays: list[Shaped] = [*operands, *results]
 
     def kernel(parameters: tuple[str, ...], written: tuple[str, ...]) -> Any:
         return _compiled(source(body, name, parameters, [*names, *written], arrays), name)

@@ -8,14 +8,19 @@ held as their bits, in uint16 and uint8; arithmetic on them is done in f32 and r
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.extend as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.core import numerics
+from optax_lowmem._src.kernels import gpu_kernel
+
+Jaxpr: TypeAlias = jex.core.ClosedJaxpr
+Equation: TypeAlias = jex.core.JaxprEqn
 
 _TYPES = {
     "float32": "tl.float32",
@@ -45,13 +50,7 @@ def _approximation(name: str) -> numerics.Elementwise:
     return lambda x: _instruction.bind(jnp.asarray(x), name=name)
 
 
-# The reciprocal is 0 above 2^126. A compiled division takes eight instructions, a logarithm six, a
-# power of two four.
-APPROXIMATIONS = numerics.Approximations(
-    reciprocal=_approximation("rcp.approx.ftz.f32"),
-    log2=_approximation("lg2.approx.ftz.f32"),
-    exp2=_approximation("ex2.approx.ftz.f32"),
-)
+APPROXIMATIONS = gpu_kernel.approximations(_approximation)
 
 # ---- expressions ---------------------------------------------------------------------------------
 
@@ -101,6 +100,11 @@ _OF_BITS = (
 _INLINED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
 
 
+def _aval(x: jex.core.Var | jex.core.Literal) -> jax.core.ShapedArray:
+    assert isinstance(x.aval, jax.core.ShapedArray)
+    return x.aval
+
+
 class Operation:
     """An equation of a jaxpr with the names of its operands.
 
@@ -113,10 +117,10 @@ class Operation:
       fp8: whether the GPU has conversions to and from E4M3.
     """
 
-    def __init__(self, eqn: Any, operands: Sequence[str], fp8: bool):
+    def __init__(self, eqn: Equation, operands: Sequence[str], fp8: bool):
         self.name, self.params, self.operands = eqn.primitive.name, eqn.params, operands
         self.fp8 = fp8
-        self.avals, self.result = [x.aval for x in eqn.invars], eqn.outvars[0].aval
+        self.avals, self.result = list(map(_aval, eqn.invars)), _aval(eqn.outvars[0])
 
     def source(self) -> str:
         """Return the Triton expression of the result."""
@@ -282,7 +286,7 @@ FORMS: dict[str, Callable[[Operation], str]] = {
 # ---- functions -----------------------------------------------------------------------------------
 
 
-def _inner(eqn: Any) -> Sequence[Any]:
+def _inner(eqn: Equation) -> Sequence[Jaxpr]:
     """Return the closed jaxprs of a call, or of the two branches of a `lax.cond`."""
     if eqn.primitive.name == "cond":
         return eqn.params["branches"]
@@ -292,7 +296,7 @@ def _inner(eqn: Any) -> Sequence[Any]:
     return (inner if hasattr(inner, "consts") else jex.core.ClosedJaxpr(inner, ()),)
 
 
-def missing(closed: Any) -> str | None:
+def missing(closed: Jaxpr) -> str | None:
     """Return a part of a closed jaxpr that has no translation to Triton, or None.
 
     This is the name of a primitive, or a description of a constant array.
@@ -316,17 +320,14 @@ class _Writer:
         self.fp8 = fp8
         self.depth = 1
 
-    def body(self, closed: Any, arguments: Sequence[str]) -> list[str]:
+    def body(self, closed: Jaxpr, arguments: Sequence[str]) -> list[str]:
         """Write a closed jaxpr, and return the names of its results."""
         names = dict(zip(closed.jaxpr.invars, arguments, strict=True))
         for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
             names[variable] = _literal(value, value.dtype)
 
-        def read(x: Any) -> str:
-            if isinstance(x, jex.core.Literal):
-                aval: Any = x.aval
-                return _literal(x.val, aval.dtype)
-            return names[x]
+        def read(x: jex.core.Var | jex.core.Literal) -> str:
+            return _literal(x.val, _aval(x).dtype) if isinstance(x, jex.core.Literal) else names[x]
 
         for eqn in closed.jaxpr.eqns:
             operands = [read(x) for x in eqn.invars]
@@ -349,7 +350,7 @@ class _Writer:
         self._line(operation.source() if statement else f"{name} = {operation.source()}")
         return name
 
-    def _either(self, branches: Sequence[Any], which: str, *operands: str) -> list[str]:
+    def _either(self, branches: Sequence[Jaxpr], which: str, *operands: str) -> list[str]:
         """Write two branches, and return names that both assign their results to."""
         no, yes = branches
         results = [f"c{len(self.lines)}_{i}" for i in range(len(yes.jaxpr.outvars))]
@@ -362,7 +363,7 @@ class _Writer:
         return results
 
 
-def _literal(value: Any, dtype: Any) -> str:
+def _literal(value: ArrayLike, dtype: DTypeLike) -> str:
     value, kind = np.asarray(value)[()], np.dtype(dtype)
     if kind == jnp.bfloat16:
         value, kind = np.asarray(value, dtype).view(np.uint16)[()], np.dtype(np.uint16)
@@ -374,7 +375,7 @@ def _literal(value: Any, dtype: Any) -> str:
     return f"tl.full((), {text}, {_TYPES[kind.name]})"
 
 
-def function(closed: Any, name: str, parameters: Sequence[str], fp8: bool = True) -> str:
+def function(closed: Jaxpr, name: str, parameters: Sequence[str], fp8: bool = True) -> str:
     """Return the source of a `triton.jit` function.
 
     Args:
@@ -389,7 +390,7 @@ def function(closed: Any, name: str, parameters: Sequence[str], fp8: bool = True
 
 
 def kernel(
-    closed: Any, name: str, parameters: Sequence[str], arguments: Sequence[str], fp8: bool = True
+    closed: Jaxpr, name: str, parameters: Sequence[str], arguments: Sequence[str], fp8: bool = True
 ) -> str:
     """Return the source of a `triton.jit` kernel, which loads and stores; see `function`.
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,42 +19,48 @@ VECTOR = 8  # neighbours that a thread loads at once
 
 
 class Form(NamedTuple):
-    """The static properties of tiles that a kernel's code depends on, besides their size.
-
-    Attributes:
-      flat: whether all groups are full, so that the array is [groups, lanes].
-      alignment: a divisor of the offsets and sizes of all groups.
-      masked: whether the last tile is partial.
-    """
-
-    flat: bool
-    alignment: int
-    masked: bool
-
-    @classmethod
-    def of(cls, *tilings: Tiling) -> "Form":
-        """Return a form of the tiles of several arrays, all or none of which are flat."""
-        flat = all(tiling.flat for tiling in tilings)
-        lengths = [n for tiling in tilings for n in (tiling.shape[-1], tiling.group_size)]
-        partial = any(tiling.groups % tiling.rows for tiling in tilings)
-        return cls(flat, math.gcd(VECTOR, *lengths), partial or not flat)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["first", "count", "begin", "size"],
-    meta_fields=["rows", "lanes", "vector", "form"],
-)
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """The elements of a tile [rows, lanes], with one group per row, in a view of an array.
-
-    The view is [groups, lanes] if the form is flat, else 1-d; see `Tiling.element_view`.
+    """The static properties of a tile, on which a kernel's code depends.
 
     Attributes:
       rows: rows of the tile.
       lanes: lanes of the tile.
       vector: most neighbours that a thread loads at once.
+      flat: whether all groups are full, so that the array is [groups, lanes].
+      alignment: a divisor of the offsets and sizes of all groups.
+      masked: whether elements of the last tile are missing.
+    """
+
+    rows: int
+    lanes: int
+    vector: int
+    flat: bool
+    alignment: int
+    masked: bool
+
+    @classmethod
+    def of(cls, tilings: Sequence[Tiling], codes_per_byte: int = 1) -> "Form":
+        """Return the form of the tiles of several arrays, all or none of which are flat."""
+        tilings = [tiling.of_bytes(codes_per_byte) for tiling in tilings]
+        rows, lanes = tilings[0].tile_shape
+        flat = all(tiling.flat for tiling in tilings)
+        lengths = [n for tiling in tilings for n in (tiling.shape[-1], tiling.group_size)]
+        partial = any(tiling.groups % tiling.rows for tiling in tilings)
+        vector = min(VECTOR // codes_per_byte, lanes)
+        return cls(rows, lanes, vector, flat, math.gcd(VECTOR, *lengths), partial or not flat)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["first", "count", "begin", "size"],
+    meta_fields=["form"],
+)
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The elements of a tile, with one group per row, in a view of an array.
+
+    The view is [groups, lanes] if the form is flat, else 1-d; see `Tiling.element_view`.
+
+    Attributes:
       form: the form of the tile.
       first: index of its first group.
       count: number of groups in the array.
@@ -61,9 +68,6 @@ class Place:
       size: [rows] number of its elements in these units; 0 beyond the end of the array.
     """
 
-    rows: int
-    lanes: int
-    vector: int
     form: Form
     first: jax.Array
     count: jax.Array
@@ -72,53 +76,57 @@ class Place:
 
     @classmethod
     def of(
-        cls, tiling: Tiling, tile: jax.Array, form: Form | None = None, vector: int = VECTOR
+        cls,
+        tiling: Tiling,
+        tile: jax.Array,
+        codes_per_byte: int = 1,
+        shared: Sequence[Tiling] = (),
     ) -> "Place":
         """Return the place of a tile.
 
         Args:
-          tiling: tiling of the array.
+          tiling: tiling of the array, or of what it has the codes of.
           tile: number of the tile.
-          form: form of the tiles of several arrays that share code.
-          vector: most neighbours that a thread loads at once.
+          codes_per_byte: 1 but for an array of packed codes.
+          shared: tilings of all arrays whose tiles have the same code.
         """
-        form = form or Form.of(tiling)
+        form, tiling = Form.of(shared or [tiling], codes_per_byte), tiling.of_bytes(codes_per_byte)
         first, count = tile * jnp.int32(tiling.rows), jnp.int32(tiling.groups)
-        begin = size = None
-        if not form.flat:
-            group = _group_numbers(tiling, tile)
-            units, length = (n // form.alignment for n in (tiling.group_size, tiling.shape[-1]))
-            per_row = jnp.int32(groups.group_count(length, units))
-            column = lax.rem(group, per_row) * jnp.int32(units)
-            begin = lax.div(group, per_row) * jnp.int32(length) + column
-            size = jnp.minimum(jnp.int32(length) - column, jnp.int32(units))
-            if form.masked:
-                size = jnp.where(group < count, size, 0)
-        vector = min(vector, tiling.lanes)
-        return cls(tiling.rows, tiling.lanes, vector, form, first, count, begin, size)
+        if form.flat:
+            return cls(form, first, count, None, None)
+        group = _group_numbers(tiling, tile)
+        units, length = (n // form.alignment for n in (tiling.group_size, tiling.shape[-1]))
+        per_row = jnp.int32(groups.group_count(length, units))
+        column = lax.rem(group, per_row) * jnp.int32(units)
+        begin = lax.div(group, per_row) * jnp.int32(length) + column
+        size = jnp.minimum(jnp.int32(length) - column, jnp.int32(units))
+        return cls(form, first, count, begin, jnp.where(group < count, size, 0))
 
     @property
     def row_mask(self) -> jax.Array | None:
         """A mask of the groups that exist, or None if all do."""
         if not self.form.masked:
             return None
-        return self.first + lax.iota(jnp.int32, self.rows) < self.count
+        return self.first + lax.iota(jnp.int32, self.form.rows) < self.count
 
     @property
     def elements(self) -> tuple[tuple[Index, ...], jax.Array | None]:
         """The index of the elements, and a mask of those that exist."""
-        shape = self.rows, self.lanes
+        rows, lanes, vector = self.form[:3]
         if self.begin is None or self.size is None:
             mask = self.row_mask
-            whole = None if mask is None else jnp.broadcast_to(mask[:, None], shape)
-            return (Run(self.first, self.rows), Run(0, self.lanes, self.vector)), whole
-        unit, lane = jnp.int32(self.form.alignment), lax.broadcasted_iota(jnp.int32, shape, 1)
-        mask = lane < jnp.broadcast_to((self.size * unit)[:, None], shape)
-        return (Run(self.begin * unit, self.lanes, self.vector),), mask
+            whole = None if mask is None else jnp.broadcast_to(mask[:, None], (rows, lanes))
+            return (Run(self.first, rows), Run(0, lanes, vector)), whole
+        unit, lane = (
+            jnp.int32(self.form.alignment),
+            lax.broadcasted_iota(jnp.int32, (rows, lanes), 1),
+        )
+        mask = lane < jnp.broadcast_to((self.size * unit)[:, None], (rows, lanes))
+        return (Run(self.begin * unit, lanes, vector),), mask
 
     @property
     def _scales(self) -> Run:
-        return Run(self.first, self.rows)
+        return Run(self.first, self.form.rows)
 
     def load(self, x: Operand, other: int = 0) -> jax.Array:
         """Load the elements; `other` where there are none."""

@@ -4,7 +4,6 @@
 # Triton reads annotations: an argument without one is a value on the GPU.
 
 import linecache
-from collections.abc import Mapping
 from typing import Any
 
 import triton
@@ -106,16 +105,15 @@ def of_e5m2(x):
 # ---- sources -------------------------------------------------------------------------------------
 
 
-def compiled_from(source: str, name: str, more: Mapping[str, Any] | None = None) -> Any:
+def compiled_from(source: str, name: str) -> Any:
     """Return the `triton.jit` function `name` of a source.
 
     Args:
       source: source of the function, which may use the names of this module.
       name: name of the function.
-      more: other objects that it uses, by name.
     """
     file = f"<{name} {hash(source):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    names = {**globals(), **(more or {}), "__name__": __name__}
+    names = {**globals()}
     exec(compile(source, file, "exec"), names)
     return names[name]

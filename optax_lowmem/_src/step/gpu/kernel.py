@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import Block, product
@@ -55,30 +56,34 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     tiling = Tiling((4, plan.group_size), plan.group_size, 4 * plan.group_size)
     shape = tiling.tile_shape
 
-    def zeros(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    def like(dtype: DTypeLike, *shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    leaf: Any = Leaf(
-        zeros(jnp.float32, *shape),
-        zeros(plan.dtype, *shape),
-        None if plan.split is None else zeros(plan.split.dtype, *shape),
+    leaf = Leaf(
+        like(jnp.float32, *shape),
+        like(plan.dtype, *shape),
+        None if plan.split is None else like(plan.split.dtype, *shape),
         tuple(
-            slot.codec.storage(shape, shape[1]).codes if slot.codec else zeros(slot.dtype, *shape)
+            slot.codec.storage(shape, shape[1]).codes if slot.codec else like(slot.dtype, *shape)
             for slot in plan.slots
         ),
-        tuple(zeros(slot.codec.scale.dtype, shape[0]) for slot in plan.slots if slot.codec),
+        tuple(like(slot.codec.scale.dtype, shape[0]) for slot in plan.slots if slot.codec),
     )
-    noise = zeros(jnp.uint32, shape[0], 1), zeros(jnp.uint32, shape[1])
-    approximations = jaxpr_to_triton.APPROXIMATIONS
-    step = functools.partial(_step.__wrapped__, rule, plan, approximations, h=AnyHyperparameters())
-    return jaxpr_to_triton.missing(jax.make_jaxpr(lambda x, n: step(x, noise=n))(leaf, noise))
+    noise = like(jnp.uint32, shape[0], 1), like(jnp.uint32, shape[1])
+    with numerics.kernel_arithmetic(jaxpr_to_triton.APPROXIMATIONS):
+        step = functools.partial(step_tile, rule, plan, h=AnyHyperparameters())
+        return jaxpr_to_triton.missing(jax.make_jaxpr(step)(leaf, noise=noise))
+
+
+def _parts(plan: LeafPlan) -> Sequence[Block]:
+    """Return the parts of a leaf's block, if it has one."""
+    return plan.block.fit(plan.shape).parts if plan.block else ()
 
 
 def _kernel(
     rule: UpdateRule,
-    plan: LeafPlan,
+    plans: Sequence[LeafPlan],
     tilings: Sequence[Tiling],
-    blocks: Sequence[Block | None],
     names: Sequence[str],
     program: Program,
     scalars: Operand,
@@ -89,23 +94,15 @@ def _kernel(
     *results: Any,
 ) -> None:
     """Step a tile of one of several leaves, with operands in place of their arrays."""
-    position, per_leaf = program.index(), scalars.shape[0] > 1
+    position, per_leaf, plan = program.index(), scalars.shape[0] > 1, plans[0].shapeless
     starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
     packed = {slot.codec.codes_per_byte if slot.codec else 1 for slot in plan.slots} | {1}
 
     def choose(i: int, shared: Sequence[int]) -> Any:
         tiling, tile = tilings[i], position - jnp.int32(starts[i])
-        places = {
-            codes: tiles.Place.of(
-                tiling.of_bytes(codes),
-                tile,
-                tiles.Form.of(*(tilings[j].of_bytes(codes) for j in shared)),
-                tiles.VECTOR // codes,
-            )
-            for codes in sorted(packed)
-        }
-        parts = blocks[i].fit(tiling.shape).parts if blocks[i] else ()
-        of_block = [tiles.block_numbers(tiling, part, tile) for part in parts]
+        alike = [tilings[j] for j in shared]
+        places = {codes: tiles.Place.of(tiling, tile, codes, alike) for codes in sorted(packed)}
+        of_block = [tiles.block_numbers(tiling, part, tile) for part in _parts(plans[i])]
         counters = tiles.counters(tiling, tile) if plan.noisy else None
         return i, places, of_block, counters, leaves[i], results[i]
 
@@ -202,7 +199,7 @@ def launch(
       tile: size of a tile, and its warps.
       backend: as in `gpu_kernel.launch`.
     """
-    shared = [_shared(plan, tile) if backend == "triton" else 0 for plan in plans]
+    shared = [_shared(plan, tile) if backend == "triton" else None for plan in plans]
     most = _MAX_POINTERS // (2 * len(jax.tree.leaves(leaves[0])) + 1)
     results: dict[int, Result] = {}
     for kind in dict.fromkeys(shared):
@@ -225,12 +222,11 @@ def launch(
     return [results[i] for i in range(len(plans))]
 
 
-def _shared(plan: LeafPlan, tile: Tile) -> Any:
+def _shared(plan: LeafPlan, tile: Tile) -> tuple[tiles.Form, tuple[bool, ...]]:
     """Return what leaves have in common if they share the code of generated Triton."""
     tiling = Tiling(plan.shape, plan.group_size, tile.elements)
-    parts = plan.block.fit(plan.shape).parts if plan.block else ()
-    within = tuple(tiles.within_groups(tiling, part) for part in parts)
-    return tiling.lanes, tiles.Form.of(tiling)[:2], within
+    within = tuple(tiles.within_groups(tiling, part) for part in _parts(plan))
+    return tiles.Form.of([tiling])._replace(masked=True), within
 
 
 def _launch(
@@ -246,7 +242,7 @@ def _launch(
 ) -> list[Result]:
     elements = tile.elements
     if backend == "triton":
-        form = tiles.Form.of(Tiling(plans[0].shape, plans[0].group_size, elements))
+        form = tiles.Form.of([Tiling(plans[0].shape, plans[0].group_size, elements)])
         # without vector loads, neighbours go to different threads; each thread then handles many
         # groups, whose offsets take registers
         elements = elements if form.flat or form.alignment == tiles.VECTOR else elements // 2
@@ -257,16 +253,14 @@ def _launch(
     lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
     row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
     lane_bits = random.lane_bits(lane_keys[:, None], lanes)
-    alike = plans[0].shapeless
-    blocks = [plan.block for plan in plans]
     outputs = gpu_kernel.launch(
-        functools.partial(_kernel, rule, alike, tilings, blocks, names),
+        functools.partial(_kernel, rule, plans, tilings, names),
         [scalars, row_keys, lane_bits, leaf_numbers, viewed],
         results,
         (sum(tiling.tiles for tiling in tilings),),
         warps=tile.warps,
         name="fused_update",
         backend=backend,
-        in_place=aliases(alike, viewed, results, first=4),
+        in_place=aliases(plans[0], viewed, results, first=4),
     )
     return [restored(*row) for row in zip(plans, leaves, outputs, strict=True)]
