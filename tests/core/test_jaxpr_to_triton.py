@@ -13,7 +13,6 @@ from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import product
 from optax_lowmem._src.kernels import jaxpr_to_triton
 from optax_lowmem._src.step.gpu import kernel as gpu_step
-from optax_lowmem._src.step.rule import OF_BLOCK
 from tests import launch_cases, triton_on_numpy
 from tests.tiers import rows
 
@@ -159,9 +158,9 @@ def test_a_step(name, options, direct):
     tx = lowmem.OPTIMIZERS[name].make(1e-3, storage=storage)
     case = launch_cases.make(tx, [(8, 32)], direct=direct)
     plan, leaf = case.plans[0].shapeless, case.leaves[0]
-    scalars = {key: x for key, x in case.of_leaves[0].items() if key != OF_BLOCK}
+    scalars, state = case.of_leaves[0], leaf.state
     leaf = leaf._replace(
-        scales=jax.tree.map(lambda x: x.reshape(-1), leaf.scales),
+        state=state._replace(scales=jax.tree.map(lambda x: x.reshape(-1), state.scales)),
         of_block=jax.tree.map(lambda x: jnp.full((8, 1), 27.0), leaf.of_block),
     )
     counters = jnp.asarray(RNG.integers(0, 2**32, 8, np.uint32))
@@ -172,8 +171,7 @@ def test_a_step(name, options, direct):
         leaf, h, counters, lane = jax.tree.unflatten(structure, arrays)
         noise = (random.mix(counters)[:, None], lane) if plan.noisy else None
         own = jax.tree.leaves(leaf.of_block)
-        h = {**h, OF_BLOCK: product(own)} if own else h
-        given = leaf._replace(of_block=None)
+        given = leaf._replace(of_block=product(own) if own else None)
         result = gpu_step._step.__wrapped__(case.rule, plan, approximations, given, h, noise)
         return jax.tree.leaves(result)
 

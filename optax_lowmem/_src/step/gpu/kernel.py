@@ -20,10 +20,9 @@ from optax_lowmem._src.core.block import Block, product
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.kernels import gpu_kernel, jaxpr_to_triton, tiles
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
+from optax_lowmem._src.step.batch import Leaf, LeafState, Result
 from optax_lowmem._src.step.operands import (
     AnyHyperparameters,
-    Leaf,
-    Result,
     aliases,
     output,
     restored,
@@ -31,7 +30,7 @@ from optax_lowmem._src.step.operands import (
     views,
 )
 from optax_lowmem._src.step.plan import LeafPlan
-from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+from optax_lowmem._src.step.rule import UpdateRule
 
 _MAX_LANES = 1 << 16  # of generated Triton
 _MAX_POINTERS = 480  # CUDA limits arguments to 4 KiB
@@ -62,12 +61,16 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     leaf = Leaf(
         like(jnp.float32, *shape),
         like(plan.dtype, *shape),
-        None if plan.split is None else like(plan.split.dtype, *shape),
-        tuple(
-            slot.codec.storage(shape, shape[1]).codes if slot.codec else like(slot.dtype, *shape)
-            for slot in plan.slots
+        LeafState(
+            tuple(
+                slot.codec.storage(shape, shape[1]).codes
+                if slot.codec
+                else like(slot.dtype, *shape)
+                for slot in plan.slots
+            ),
+            tuple(like(slot.codec.scale.dtype, shape[0]) for slot in plan.slots if slot.codec),
+            None if plan.split is None else like(plan.split.dtype, *shape),
         ),
-        tuple(like(slot.codec.scale.dtype, shape[0]) for slot in plan.slots if slot.codec),
     )
     noise = like(jnp.uint32, shape[0], 1), like(jnp.uint32, shape[1])
     with numerics.kernel_arithmetic(jaxpr_to_triton.APPROXIMATIONS):
@@ -117,9 +120,10 @@ def _kernel(
             noise = random.mix(key + counters)[:, None], lane_bits.load(number, lanes)
         leaf = _load(plan, places, read)
         if of_block:
-            pairs = zip(of_block, jax.tree.leaves(leaf.of_block), strict=True)
-            h[OF_BLOCK] = product([places[1].load_of_block(x, at) for at, x in pairs])
-        result = _step(rule, plan, program.approximations, leaf._replace(of_block=None), h, noise)
+            pairs = zip(of_block, jax.tree.leaves(read.of_block), strict=True)
+            values = product([places[1].load_of_block(x, at) for at, x in pairs])
+            leaf = leaf._replace(of_block=values)
+        result = _step(rule, plan, program.approximations, leaf, h, noise)
         _store(plan, places, into, result)
 
     program.with_one(position, starts, choose, run)
@@ -147,28 +151,28 @@ def _slot_places(plan: LeafPlan, places: Mapping[int, tiles.Place]) -> list[tile
 
 
 def _load(plan: LeafPlan, places: Mapping[int, tiles.Place], leaf: Any) -> Leaf:
-    """Load a tile of a leaf; lanes and groups out of bounds are zero."""
-    place, nothing = places[1], plan.split.zero if plan.split is not None else 0
-    own = zip(_slot_places(plan, places), leaf.slots, strict=True)
-    return Leaf(
-        place.load(leaf.g),
-        None if leaf.p is None else place.load(leaf.p),
-        None if leaf.correction is None else place.load(leaf.correction, nothing),
-        tuple(place.load(slot) for place, slot in own),
-        tuple(map(place.load_scales, leaf.scales)),
-        leaf.of_block,
-    )
+    """Load a tile of a leaf, without `of_block`; lanes and groups out of bounds are zero."""
+    place, state = places[1], leaf.state
+    g, p, correction = place.load(leaf.g), None, None
+    if leaf.p is not None:
+        p = place.load(leaf.p)
+    if state.correction is not None:
+        correction = place.load(state.correction, plan.split.zero if plan.split is not None else 0)
+    of_slots = zip(_slot_places(plan, places), state.slots, strict=True)
+    slots = tuple(own.load(slot) for own, slot in of_slots)
+    return Leaf(g, p, LeafState(slots, tuple(map(place.load_scales, state.scales)), correction))
 
 
 def _store(plan: LeafPlan, places: Mapping[int, tiles.Place], into: Any, result: Result) -> None:
-    place = places[1]
-    for scales, values in zip(into.scales, result.scales, strict=True):
+    place, state = places[1], result.state
+    for scales, values in zip(into.state.scales, state.scales, strict=True):
         place.store_scales(scales, values)
     place.store(into.update, result.update)
-    if result.correction is not None:
-        place.store(into.correction, result.correction)
-    for own, *slot in zip(_slot_places(plan, places), into.slots, result.slots, strict=True):
-        own.store(*slot)
+    if state.correction is not None:
+        place.store(into.state.correction, state.correction)
+    slots = zip(_slot_places(plan, places), into.state.slots, state.slots, strict=True)
+    for own, slot, values in slots:
+        own.store(slot, values)
 
 
 @functools.partial(
