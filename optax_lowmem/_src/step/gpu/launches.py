@@ -12,6 +12,7 @@ from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.step import operands, reference, tuning, xla
 from optax_lowmem._src.step.batch import Leaf, LeafBatch, Result
+from optax_lowmem._src.step.gpu import kernel
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
 
@@ -27,9 +28,7 @@ def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         return None if platform.has_pallas_triton() else platform.NO_PALLAS_TRITON
     if not platform.has_jax_triton():
         return platform.NO_JAX_TRITON
-    from optax_lowmem._src.step.gpu import jax_triton
-
-    return jax_triton.supported(rule, plan)
+    return kernel.unsupported(rule, plan)
 
 
 def step(
@@ -115,11 +114,8 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
     numbers = jnp.asarray(batch.numbers, jnp.int32)
 
     def launched(leaves: list[Leaf], scalars: jax.Array, keys: jax.Array) -> list[Result]:
-        if backend == "pallas":
-            from optax_lowmem._src.step.gpu.pallas_triton import launch
-        else:
-            from optax_lowmem._src.step.gpu.jax_triton import launch
-        results = launch(rule, plans, tuple(leaves), names, scalars, keys, numbers, tile)
+        arrays = tuple(leaves), names, scalars, keys, numbers
+        results = kernel.launch(rule, plans, *arrays, tile, backend=backend)
         return [
             result._replace(update=reference.emit(plan, leaf.p, result.update))
             for plan, leaf, result in zip(plans, leaves, results, strict=True)
