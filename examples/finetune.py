@@ -138,7 +138,7 @@ def micro_batch(args: argparse.Namespace) -> int:
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if args.budget:
         limit = int(plan.USABLE * plan.bytes_of(args.budget))
-    if args.micro_batch or args.release or limit is None or args.optimizer not in lowmem.OPTIMIZERS:
+    if args.micro_batch or limit is None or args.optimizer not in lowmem.OPTIMIZERS:
         return args.micro_batch or args.batch
     found, name = planned(args, limit)
     (mode,) = (mode for mode in found.modes if mode.name == name)
@@ -147,9 +147,10 @@ def micro_batch(args: argparse.Namespace) -> int:
     # gradients of micro-batches are added up beside those of one
     mode = dataclasses.replace(mode, gradients=2 * mode.gradients)
     for rows in range(args.batch - 1, 0, -1):
-        if args.batch % rows == 0 and mode.total_bytes(rows) <= limit:
+        fits = args.batch % rows == 0 and mode.total_bytes(rows) <= limit
+        if fits and not args.release:
             return rows
-    raise SystemExit(f"no batch fits.\n{advice(args, limit)}")
+    raise SystemExit(f"--batch {args.batch} does not fit.\n{advice(args, limit)}")
 
 
 def advice(args: argparse.Namespace, limit: int) -> str:

@@ -137,7 +137,7 @@ def _ordinary(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
 
         value_and_grad = lowmem.value_and_grad(loss_of, settings.accumulate)
         loss, grads = value_and_grad(trained, batch, batch.tokens.sum())
-        norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         trained, state = take_step(tx, grads, state, trained)
         return trained, state, loss, norm
 

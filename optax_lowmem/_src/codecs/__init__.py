@@ -77,7 +77,13 @@ def check_stored(
       ValueError: if codes and scales do not match each other or the codec.
     """
     check_groups(codes, group_size)
-    length = codec.length_of(codes, length)
+    if length is None:
+        if codec.codes_per_byte > 1:
+            raise ValueError(
+                f"{codec.name} stores {codec.codes_per_byte} codes per byte, so {codes.shape[-1]} "
+                "bytes do not determine the length of the values' last axis: pass length="
+            )
+        length = codes.shape[-1]
     forms = codec.storage((*codes.shape[:-1], length), group_size)
     given = StoredSlot(codes, scales)
     if not given.is_like(forms):

@@ -193,21 +193,6 @@ class GroupCodec(ShowsChanges, abc.ABC):
                 f"be a multiple of {self.codes_per_byte}, got {group_size}"
             )
 
-    def length_of(self, stored: jax.Array, length: int | None) -> int:
-        """Return the length of the values' last axis: `length`, or that of `stored` if None.
-
-        Raises:
-          ValueError: if `length` is None and packed bytes do not determine it.
-        """
-        if length is not None:
-            return length
-        if self.codes_per_byte > 1:
-            raise ValueError(
-                f"{self.name} stores {self.codes_per_byte} codes per byte, so {stored.shape[-1]} "
-                "bytes do not determine the length of the values' last axis: pass length="
-            )
-        return stored.shape[-1]
-
     def pack(self, codes: jax.Array) -> jax.Array:
         """Return the stored form of codes [..., n]; unused bits of a row's last byte are 0."""
         if self.bits == 8:

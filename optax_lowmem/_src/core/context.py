@@ -242,10 +242,10 @@ def joining(
         return
     corrections, selected = dict(masters.corrections), list(masters.taken)
     for name, leaves in packs.items():
-        own = [provided_correction(leaf) for leaf in leaves]
+        provided = [provided_correction(leaf) for leaf in leaves]
         for leaf in leaves:
             corrections.pop(leaf, None)
-        kept = [correction for correction in own if correction is not None]
+        kept = [correction for correction in provided if correction is not None]
         if len(kept) == len(leaves):
             corrections[name] = join(kept)
     with providing(dataclasses.replace(masters, corrections=corrections, taken=selected)) as inner:

@@ -79,10 +79,10 @@ def filled(path: str, x: Any, form: jax.ShapeDtypeStruct, group_size: int, value
         return jnp.full_like(x, value, dtype=form.dtype)
     given = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if not isinstance(given, NamedSharding) or sharding_of(x) is not None:
-        own = of_state(path, x, form.shape, group_size)
-        return reshard(jnp.full(form.shape, value, form.dtype), own)
-    own = beside(path, tuple(x.shape), given, form.shape, (group_size,))
-    return jnp.full(form.shape, value, form.dtype, device=own)
+        placed = of_state(path, x, form.shape, group_size)
+        return reshard(jnp.full(form.shape, value, form.dtype), placed)
+    placed = beside(path, tuple(x.shape), given, form.shape, (group_size,))
+    return jnp.full(form.shape, value, form.dtype, device=placed)
 
 
 def reshard(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:

@@ -45,8 +45,10 @@ def pack(tree: optax.Params, packs: Packs) -> Any:
     Elements are in the order of the leaves, each leaf in row-major order.
     """
     named = dict(trees.named_leaves(tree))
-    nodes: dict[str, Any] = {leaf: InPack(name) for name, own in packs.items() for leaf in own}
-    nodes |= {name: join([named[leaf] for leaf in leaves]) for name, leaves in packs.items()}
+    nodes: dict[str, Any] = {}
+    for name, leaves in packs.items():
+        nodes |= dict.fromkeys(leaves, InPack(name))
+        nodes[name] = join([named[leaf] for leaf in leaves])
     return array_metadata.like(tree, [nodes.get(name, leaf) for name, leaf in named.items()])
 
 
@@ -71,15 +73,15 @@ def unpacked(tree: object, like: Mapping[str, Shaped]) -> dict[str, Any]:
         if not jnp.ndim(named[name]):
             named |= dict.fromkeys(leaves, named[name])
             continue
-        own = [tuple(like[leaf].shape) for leaf in leaves]
-        size = sum(map(math.prod, own))
+        shapes = [tuple(like[leaf].shape) for leaf in leaves]
+        size = sum(map(math.prod, shapes))
         if named[name].shape != (size,):
             raise ValueError(
                 f"the pack of '{name}' and {len(leaves) - 1} more leaves has the shape "
                 f"{list(named[name].shape)}, but these leaves have {size} elements: the state is "
                 "of other parameters. Pass those passed to init, or call init on these."
             )
-        named |= dict(zip(leaves, _parts(named[name], own), strict=True))
+        named |= dict(zip(leaves, _parts(named[name], shapes), strict=True))
     return named
 
 

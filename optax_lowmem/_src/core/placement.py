@@ -71,12 +71,12 @@ class Placement:
 
     def cut_groups(self, shape: tuple[int, ...], group_size: int) -> str | None:
         """Describe how shards cut through groups of the last axis; None if they do not."""
-        own = shape[-1] // self.parts(-1)
-        if self.parts(-1) == 1 or own % group_size == 0:
+        length = shape[-1] // self.parts(-1)
+        if self.parts(-1) == 1 or length % group_size == 0:
             return None
         return (
-            f"shards of {own} on the last axis, but groups of {group_size}: some groups span two "
-            "devices"
+            f"shards of {length} on the last axis, but groups of {group_size}: some groups span "
+            "two devices"
         )
 
     def cuts_some(self, shape: tuple[int, ...], group_sizes: Iterable[int]) -> bool:
@@ -85,19 +85,19 @@ class Placement:
 
 
 def _splits(
-    place: Placement, whole: tuple[int, ...], d: int, own: int, group_sizes: frozenset[int]
+    place: Placement, whole: tuple[int, ...], d: int, entries: int, group_sizes: frozenset[int]
 ) -> bool:
-    """Return whether `own` entries along a dimension can be sharded as the parameter's are.
+    """Return whether `entries` entries along a dimension can be sharded as the parameter's are.
 
     Neighbours that one entry covers (a group, a head) must be in one shard.
     """
-    if whole[d] == own:
+    if whole[d] == entries:
         return True
-    if own == 0 or own % place.parts(d):
+    if entries == 0 or entries % place.parts(d):
         return False
-    if any(own == groups.group_count(whole[d], size) for size in group_sizes):
+    if any(entries == groups.group_count(whole[d], size) for size in group_sizes):
         return d < len(whole) - 1 or not place.cuts_some(whole, group_sizes)
-    return whole[d] % own == 0
+    return whole[d] % entries == 0
 
 
 def sharding_of_state(
@@ -117,8 +117,8 @@ def sharding_of_state(
     sizes = frozenset(group_sizes)
     axes: list[Axes] = []
     if len(shape) == len(whole):
-        axes = [own if _splits(place, whole, d, shape[d], sizes) else ()
-                for d, own in enumerate(place.axes)]  # fmt: skip
+        for d, names in enumerate(place.axes):
+            axes.append(names if _splits(place, whole, d, shape[d], sizes) else ())
     return NamedSharding(place.mesh, PartitionSpec(*map(entry, axes)))
 
 
@@ -143,7 +143,7 @@ def placement(
     where = f"parameter '{path}' of shape {shape} with {spec}"
     if len(axes) > len(shape):
         raise ValueError(f"{where}: the spec has more entries than the parameter has dimensions.")
-    named = [axis for own in axes for axis in own]
+    named = [axis for names in axes for axis in names]
     for axis in named:
         if axis not in mesh.shape:
             raise ValueError(f"{where}: the mesh has no axis '{axis}', only {tuple(mesh.shape)}.")

@@ -246,17 +246,14 @@ def _stall(
 ) -> Stall | None:
     magnitude = jnp.abs(numerics.widen(leaf))
     exponent = (numerics.to_bits(magnitude) >> 23).astype(jnp.int32) - 127
-    spacing = exponent - (23 if stochastic else _mantissa_bits(leaf.dtype, form))
+    mantissa = 23  # bits that are stored of a master weight
+    if not stochastic and leaf.dtype != jnp.float32:
+        correction = int(form.split("-")[1]) - 16 if form else 0
+        mantissa = min(23, int(jnp.finfo(leaf.dtype).nmant) + correction)
+    spacing = exponent - mantissa
     half = numerics.power_of_two(jnp.maximum(spacing - 1, -126))  # exp2 is not exact on a CPU
     stuck = (magnitude > 0) & (jnp.float32(learning_rate) < half)
     share = float(jnp.mean(stuck.astype(jnp.float32)))
     if share == 0:
         return None
     return Stall(path, float(jnp.max(magnitude)), float(jnp.max(half * (magnitude > 0))), share)
-
-
-def _mantissa_bits(dtype: jnp.dtype, form: str | None) -> int:
-    """Return the number of stored mantissa bits of a master weight."""
-    if dtype == jnp.float32:
-        return 23
-    return min(23, int(jnp.finfo(dtype).nmant) + (int(form.split("-")[1]) - 16 if form else 0))

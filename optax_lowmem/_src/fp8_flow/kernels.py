@@ -353,7 +353,7 @@ def quantized_for_products(
     backend = platform.backend()
 
     def both(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
-        x, *beside = (own.reshape(-1, own.shape[-1]) for own in given)
+        x, *beside = (array.reshape(-1, array.shape[-1]) for array in given)
         codes, transposed = kernels_triton.quantize_both(
             x, absmax, E4M3, backend, function, tuple(beside)
         )

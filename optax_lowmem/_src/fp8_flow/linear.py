@@ -352,7 +352,9 @@ def _gradients(
         )
     else:
         rows = tuple(range(g.ndim - 1))
-        x = _values(of_x, g.dtype) if isinstance(of_x, Quantized) else kept[0]
+        x = kept[0]
+        if isinstance(of_x, Quantized):
+            x = (of_x.codes.astype(jnp.float32) * of_x.scales).astype(g.dtype)
         dw = lax.dot_general(x, g, ((rows, rows), ((), ())), out_sharding=like_w)
     if to := format_of(recipe.input_gradient):
         of_g = codes.get(to) or kernels.quantized(g, largest, to)
@@ -363,10 +365,6 @@ def _gradients(
         dims = (((g.ndim - 1,), (1,)), ((), ()))
         dx = lax.dot_general(g, kernel.astype(g.dtype), dims, out_sharding=like_x)
     return dx, dw.astype(kernel.dtype)
-
-
-def _values(x: Quantized, dtype: jnp.dtype) -> jax.Array:
-    return (x.codes.astype(jnp.float32) * x.scales).astype(dtype)
 
 
 def _backward(static: _Linear, saved: Any, g: jax.Array) -> tuple[Any, jax.Array, None]:

@@ -282,7 +282,7 @@ class _Given:
 
 def _given(maxima: OfWeights, codes: OfWeights, part: str, name: str, layer: Layer) -> Any:
     given = {"absmax": maxima, "codes": codes}
-    results = {key: own[part][name] for key, own in given.items() if own is not None}
+    results = {key: values[part][name] for key, values in given.items() if values is not None}
     return _Given(layer, **results) if results and getattr(layer, "takes_codes", False) else layer
 
 
@@ -307,8 +307,8 @@ def _of_kernels(
 ) -> dict[str, dict[str, T]]:
     names = {"self_attn": (*_QKV, "o_proj"), "mlp": _MLP}
     return {
-        part: {name: function(params[part][name]["kernel"]) for name in own}
-        for part, own in names.items()
+        part: {name: function(params[part][name]["kernel"]) for name in layers}
+        for part, layers in names.items()
     }
 
 

@@ -64,8 +64,8 @@ class Recipe:
     @classmethod
     def paper(cls, **changes: object) -> "Recipe":
         """Return COAT's recipe: computation from the codes, gradients in E5M2 as in its kernels."""
-        own: dict[str, Any] = dict(exact=False, input_gradient="e5m2", weight_gradient="e5m2")
-        return cls(**own | changes)
+        fields: dict[str, Any] = dict(exact=False, input_gradient="e5m2", weight_gradient="e5m2")
+        return cls(**fields | changes)
 
     @property
     def quantizes(self) -> bool:

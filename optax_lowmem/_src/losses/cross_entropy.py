@@ -346,11 +346,11 @@ def _layout(
         if mesh is not None:
             raise ValueError("mesh without specs: also pass specs, for hidden and head")
         types = [jax.typeof(x).sharding for x in (hidden, head, labels)]
-        meshes = [own.mesh for own in types if own.mesh.explicit_axes]
+        meshes = [sharding.mesh for sharding in types if sharding.mesh.explicit_axes]
         if not meshes:
             return None
         mesh, typed = meshes[0], True
-        specs = tuple(own.spec for own in types[:2])
+        specs = tuple(sharding.spec for sharding in types[:2])
     elif mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
@@ -508,13 +508,13 @@ def _of_mesh(loss: _Loss, wanted: _Wanted, *given: Any) -> Gradients:
     layout = loss.layout
     assert layout is not None
     if of_head is not None:
-        own = layout.width if layout.scattered else ()
-        others = tuple(name for name in layout.batch if name not in own)
+        scattered = layout.width if layout.scattered else ()
+        others = tuple(name for name in layout.batch if name not in scattered)
         if others:
             of_head = lax.psum(of_head, others)
-        if own:
+        if scattered:
             axis = 1 - loss.vocab_axis
-            of_head = lax.psum_scatter(of_head, own, scatter_dimension=axis, tiled=True)
+            of_head = lax.psum_scatter(of_head, scattered, scatter_dimension=axis, tiled=True)
     return losses, of_hidden, of_head
 
 
@@ -527,55 +527,42 @@ def _of_device(
     scale: jax.Array | None,
 ) -> Gradients:
     """Process all chunks, one after the other."""
-    if not loss.in_fp8:
-        return _chunks_of(loss, wanted, hidden, head, None, labels, scale)
-    needed = (loss.products == FP8, wanted.hidden)
-    codes = quantize_head(head, loss.vocab_axis, loss.vocab_axes, *needed)
-    losses, of_hidden, of_head = _chunks_of(loss, wanted, hidden, head, codes, labels, scale)
-    if of_head is not None and loss.vocab_axis:
-        of_head = of_head.T  # once, after the sum over chunks
-    return losses, of_hidden, of_head
-
-
-def _chunks_of(
-    loss: _Loss,
-    wanted: _Wanted,
-    hidden: jax.Array,
-    head: jax.Array,
-    codes: HeadCodes | None,
-    labels: jax.Array,
-    scale: jax.Array | None,
-) -> Gradients:
     lead = labels.shape
     limit = loss.chunk_tokens or max(1, _CHUNK_LOGITS // max(1, head.shape[loss.vocab_axis]))
     if not lead or math.prod(lead[:-1]) > limit:  # one token of each row exceeds the limit
-        flat = (hidden.reshape(-1, hidden.shape[-1]), head, codes, labels.reshape(-1))
+        flat = (hidden.reshape(-1, hidden.shape[-1]), head, labels.reshape(-1))
         flat_scale = None if scale is None else scale.reshape(-1)
-        losses, of_hidden, of_head = _chunks_of(loss, wanted, *flat, flat_scale)
+        losses, of_hidden, of_head = _of_device(loss, wanted, *flat, flat_scale)
         of_hidden = None if of_hidden is None else of_hidden.reshape(hidden.shape)
         return losses.reshape(lead), of_hidden, of_head
+    codes = None
+    if loss.in_fp8:
+        needed = (loss.products == FP8, wanted.hidden)
+        codes = quantize_head(head, loss.vocab_axis, loss.vocab_axes, *needed)
+    transposed = loss.in_fp8 and loss.vocab_axis == 1  # the head's gradient of a chunk
     # cut the last axis of tokens, so that each device of a mesh has rows of every chunk
     number, length = _chunks(lead, limit)
     if number == 1:
-        return _chunk(loss, wanted, hidden, head, codes, labels, scale)
+        losses, of_hidden, of_head = _chunk(loss, wanted, hidden, head, codes, labels, scale)
+        return losses, of_hidden, of_head.T if of_head is not None and transposed else of_head
     if number * length > lead[-1] and wanted and scale is None:
         scale = jnp.ones(lead, jnp.float32)  # `_cut` pads it with 0
     axis = labels.ndim - 1
     given = [None if x is None else _cut(x, axis, number, length) for x in (hidden, labels, scale)]
 
-    def body(total: Any, own: tuple[Any, ...]) -> tuple[Any, Any]:
-        h, y, s = own
+    def body(total: Any, chunk: tuple[Any, ...]) -> tuple[Any, Any]:
+        h, y, s = chunk
         losses, of_hidden, of_head = _chunk(loss, wanted, h, head, codes, y, s)
         return None if of_head is None else total + of_head, (losses, of_hidden)
 
     zeros = None
     if wanted.head:
-        shape = head.shape[::-1] if loss.in_fp8 and loss.vocab_axis else head.shape
-        zeros = jnp.zeros(shape, f32_or_more(hidden, head))
+        zeros = jnp.zeros(head.shape[::-1] if transposed else head.shape, f32_or_more(hidden, head))
         zeros = varying.over(zeros, varying.axes_of(hidden, head, labels, scale))
     of_head, (losses, of_hidden) = lax.scan(body, zeros, tuple(given))
     if of_hidden is not None:
         of_hidden = _joined(of_hidden, axis, lead[-1])
+    of_head = of_head.T if of_head is not None and transposed else of_head
     return _joined(losses, axis, lead[-1]), of_hidden, of_head
 
 
@@ -618,8 +605,8 @@ def _chunk(
 ) -> Gradients:
     """Compute the logits of one chunk, its losses and gradients."""
     how = (loss.vocab_axis, loss.precision)
-    own = InInputs(hidden, head, *how) if codes is None else InFp8(hidden, head, codes, *how)
-    logits = own.logits()
+    products = InInputs(hidden, head, *how) if codes is None else InFp8(hidden, head, codes, *how)
+    logits = products.logits()
     if loss.soft_cap is not None:
         logits = loss.soft_cap * jnp.tanh(logits / loss.soft_cap)
     names, size = loss.vocab_axes, head.shape[loss.vocab_axis]
@@ -652,12 +639,12 @@ def _chunk(
     gradient -= is_label
     if loss.soft_cap is not None:
         gradient *= 1 - jnp.square(logits / loss.soft_cap)
-    times = jnp.ones_like(losses) if scale is None else scale.astype(own.wide)
+    times = jnp.ones_like(losses) if scale is None else scale.astype(products.wide)
     times = jnp.where(is_token | (times == 0), times, jnp.nan)[..., None]
-    g = own.operand(jnp.where(times == 0, 0, gradient * times))
+    g = products.operand(jnp.where(times == 0, 0, gradient * times))
     for_hidden = for_head = None
     if wanted.hidden:
-        for_hidden = over_vocab(own.for_hidden(g)).astype(hidden.dtype)
+        for_hidden = over_vocab(products.for_hidden(g)).astype(hidden.dtype)
     if wanted.head:
-        for_head = own.for_head(g, None if scale is None else scale == 0)
+        for_head = products.for_head(g, None if scale is None else scale == 0)
     return losses, for_hidden, for_head

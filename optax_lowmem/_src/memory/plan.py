@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import trees
-from optax_lowmem._src.memory.state import report
+from optax_lowmem._src.memory.state import UNITS, report, unit_of
 
-_GIB = 2.0**30
 RESIDENT, RELEASE = "resident", "release"
 MODES = (RESIDENT, RELEASE)
 _MOST = 2**16  # rows of a batch
@@ -75,18 +74,20 @@ class Plan:
         return next((mode for mode in self.modes if mode.batch), None)
 
     def __str__(self) -> str:
-        """Return a table of the modes, in GiB at their largest batch."""
+        """Return a table of the modes at their largest batch."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
+        unit = unit_of(self.budget)
         heads = ("weights", "state", "gradients", "activations", "total", "batch")
-        yield f"{f'GiB of {self.budget / _GIB:.2f}':<16}" + "".join(f"{h:>13}" for h in heads)
+        first = f"{unit} of {self.budget / UNITS[unit]:.2f}"
+        yield f"{first:<16}" + "".join(f"{head:>13}" for head in heads)
         for mode in self.modes:
             batch = max(mode.batch, 1)
             total = mode.total_bytes(batch)
             fixed = (mode.weights, mode.state, mode.gradients)
             sizes = (*fixed, max(total - sum(fixed), 0), total)
-            cells = "".join(f"{size / _GIB:>13.2f}" for size in sizes)
+            cells = "".join(f"{size / UNITS[unit]:>13.2f}" for size in sizes)
             yield f"{mode.name:<16}{cells}{mode.batch or 'none fits':>13}"
 
 

@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.codecs import split_of
 from optax_lowmem._src.core import context, explicit, numerics, random
-from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise, pack
 from optax_lowmem._src.noise.formats import Format, Scaled
@@ -155,14 +154,6 @@ def result_dtype(to: Format) -> jnp.dtype:
 # boundaries cut through blocks, XLA partitions the computation instead.
 
 
-def whole_blocks(place: Placement, shape: tuple[int, ...]) -> bool:
-    """Return whether each block is on one device."""
-    return all(
-        place.parts(d) == 1 or shape[d] // place.parts(d) % SIDE == 0
-        for d in (len(shape) - 2, len(shape) - 1)
-    )
-
-
 def _on_shards(
     run: Callable[..., Any],
     path: str | None,
@@ -178,7 +169,9 @@ def _on_shards(
     assert first is not None
     place = context.placement(path) if path is not None else None
     place = place or explicit.placement_of(path or "a sampled weight", first)
-    if place is None or not whole_blocks(place, first.shape):
+    if place is None or any(  # a block is on two devices
+        place.parts(d) > 1 and first.shape[d] // place.parts(d) % SIDE for d in (-2, -1)
+    ):
         shardings = (explicit.sharding_of(first), None) if results == 2 else None
         return explicit.left_to_xla(run, shardings, *arrays, key)
     local, of_part = place.local(first.shape), place

@@ -149,8 +149,8 @@ class _DotGeneral:
                 lhs, rhs, dimension_numbers, precision, preferred_element_type,
                 out_sharding=out_sharding,
             )  # fmt: skip
-        own = (self.variant, self.forward, self.gradient)
-        settings = ProductSettings(*own, precision, result, out_sharding)
+        how = (self.variant, self.forward, self.gradient)
+        settings = ProductSettings(*how, precision, result, out_sharding)
         return _as_matrices(settings, lhs, rhs, dimension_numbers)
 
 
@@ -258,15 +258,15 @@ class Einsum:
             )
         batch = [c for c in left if c in right and c in out]
         summed = [c for c in left if c in right and c not in out]
-        for own in (left, right):
-            alone = set(own) - set(out) - set(summed)
-            if alone or len(set(own)) < len(own):
+        for term in (left, right):
+            alone = set(term) - set(out) - set(summed)
+            if alone or len(set(term)) < len(term):
                 raise ValueError(
                     f"'{subscripts}' is not a single product: a letter may not be twice in an "
                     "operand, nor be summed over in one operand alone."
                 )
         numbers = tuple(
-            tuple(tuple(own.index(c) for c in letters) for own in (left, right))
+            tuple(tuple(term.index(c) for c in letters) for term in (left, right))
             for letters in (summed, batch)
         )
         y = self.dot_general(
@@ -288,8 +288,8 @@ def _terms(subscripts: str, *ranks: int) -> tuple[str, ...]:
     wide = max(rank - count for rank, count in zip(ranks, written, strict=True))
     dots = "".join(spare[:wide])
     for i, (term, rank, count) in enumerate(zip(terms, ranks, written, strict=True)):
-        own = rank - count
-        if own < 0 or (own and "..." not in term):
+        hidden = rank - count
+        if hidden < 0 or (hidden and "..." not in term):
             raise ValueError(f"'{term}' in '{subscripts}' does not fit an array of rank {rank}")
-        terms[i] = term.replace("...", dots[wide - own :])
+        terms[i] = term.replace("...", dots[wide - hidden :])
     return terms[0], terms[1], out.replace("...", dots)

@@ -11,16 +11,9 @@ from optax_lowmem._src.codecs import MasterSplit
 from optax_lowmem._src.core import array_metadata, context, derivative, numerics, random, trees
 from optax_lowmem._src.core.compiled import each, unstacked
 from optax_lowmem._src.step import MASTER, split_update
-from optax_lowmem._src.step.masters import (
-    adds_noise,
-    check_order,
-    choose_split,
-    initial_correction,
-    join_masters,
-    promoted,
-    split_for,
-    splits_masters,
-)
+from optax_lowmem._src.step.masters import adds_noise, join_masters, splits_masters
+from optax_lowmem._src.step.plan import choose_split, split_for
+from optax_lowmem._src.step.state import check_order, initial_correction, promoted
 from optax_lowmem._src.step.storage import Storage, check_bits, check_master_rounding
 
 
