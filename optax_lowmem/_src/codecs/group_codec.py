@@ -19,6 +19,7 @@ from optax_lowmem._src.codecs import (
 from optax_lowmem._src.core import explicit, random
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tiling
 from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 
 # ---- in plain jnp: the specification, and the path without a kernel ------------------------------
@@ -193,8 +194,7 @@ def encode(
 
     if implementation is not None:
         return kernel(x, key)
-    # a computation for the host's CPU may be traced on a machine with a GPU
-    return jax.lax.platform_dependent(x, key, cuda=kernel, default=plain)
+    return with_fallback("cuda", kernel, plain, x, key)
 
 
 def decode(
@@ -245,4 +245,4 @@ def decode(
 
     if implementation is not None:
         return kernel(codes, scales)
-    return jax.lax.platform_dependent(codes, scales, cuda=kernel, default=plain)
+    return with_fallback("cuda", kernel, plain, codes, scales)

@@ -19,6 +19,7 @@ from optax_lowmem._src.core import context, explicit, numerics, random
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
 from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise, pack
 from optax_lowmem._src.noise.formats import Format, Scaled
 
@@ -236,7 +237,7 @@ def _either(name: str, plain: Callable[..., Any], *args: jax.Array | None) -> An
     assert isinstance(plain, functools.partial)
     how = {**plain.keywords, "backend": platform.backend()}
     kernel = functools.partial(getattr(kernels_triton, name), **how)
-    return platform.on_cuda(kernel, plain, *args)
+    return with_fallback("cuda", kernel, plain, *args)
 
 
 def sample(

@@ -239,7 +239,7 @@ def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> lis
             return xla.plain(rule, plan, g, p, state, h, keys[0])
 
         keys = batch.keys[number], row_keys[number], lane_bits[number]
-        if batch.implementation is None and platform.target(g) is None:
+        if batch.implementation is None:
             results.append(with_fallback("tpu", launched, plain, g, p, state, dict(h), keys))
         else:
             results.append(launched(g, p, state, dict(h), keys))
