@@ -12,6 +12,8 @@ import jax.extend as jex
 from jax.interpreters import ad, batching, mlir
 
 from optax_lowmem._src.core.compiled import is_eager
+from optax_lowmem._src.kernels import partitioned
+from optax_lowmem._src.kernels.partitioned import Partition
 
 _Flat = Callable[..., list[jax.Array]]  # of the flat arguments, with flat results
 
@@ -22,6 +24,7 @@ def with_fallback(
     plain: Callable[..., Any],
     *args: Any,
     several: Callable[..., Any] | None = None,
+    partition: Partition | None = None,
 ) -> Any:
     """Return kernel(*args) on one device of the kernel's platform, else plain(*args).
 
@@ -38,11 +41,13 @@ def with_fallback(
       *args: pytrees of arrays.
       several: the fallback for several devices of the kernel's platform, by default `plain`. In a
         `shard_map` over all axes the kernel runs on each device.
+      partition: how the kernel is cut over several devices, where XLA's partitioner can be asked
+        (`partitioned.can_lower`).
     """
     types: list[Any] = []  # filled with one item, the types of the kernel's results
 
     def first(*args: Any) -> Any:
-        result = on_one_device(kernel, several or plain, *args)
+        result = on_one_device(kernel, several or plain, *args, partition=partition)
         types[:] = [jax.tree.map(jax.typeof, result)]
         return result
 
@@ -53,20 +58,26 @@ def with_fallback(
         wanted, structure = jax.tree.flatten(types[0])
         flat = _flattened(plain, treedef, types[0])
         result = _kernel.bind(
-            *leaves, kernel=None, several=flat, count=len(leaves), types=(*wanted,)
+            *leaves, kernel=None, several=flat, partition=None, count=len(leaves), types=(*wanted,)
         )
         return jax.tree.unflatten(structure, result)
 
     return jax.lax.platform_dependent(*args, default=second, **{name: first})
 
 
-def on_one_device(kernel: Callable[..., Any], several: Callable[..., Any], *args: Any) -> Any:
-    """Return kernel(*args) in a program for one device, else several(*args).
+def on_one_device(
+    kernel: Callable[..., Any],
+    several: Callable[..., Any],
+    *args: Any,
+    partition: Partition | None = None,
+) -> Any:
+    """Return kernel(*args) in a program for one device, else parts of it or several(*args).
 
     Args:
       kernel: a function of arrays, which is always traced.
       several: as `plain` of `with_fallback`.
       *args: pytrees of arrays.
+      partition: as of `with_fallback`.
     """
     leaves, treedef = jax.tree.flatten(args)
     if is_eager(leaves):
@@ -85,6 +96,7 @@ def on_one_device(kernel: Callable[..., Any], several: Callable[..., Any], *args
         *traced.consts,  # arrays that the kernel closes over
         kernel=traced.jaxpr,
         several=_flattened(several, treedef, types),
+        partition=partition,
         count=len(leaves),
         types=tuple(traced.out_avals),
     )
@@ -137,9 +149,7 @@ def _of_fallback(several: _Flat, count: int) -> _Flat:
     return lambda *operands: several(*operands[:count])
 
 
-def _impl(
-    *operands: Any, kernel: Any, several: _Flat, count: int, types: tuple[Any, ...]
-) -> list[jax.Array]:
+def _impl(*operands: Any, kernel: Any, several: _Flat, count: int, **_: Any) -> list[jax.Array]:
     if kernel is not None and _on_one_device(operands):
         return _of_jaxpr(kernel, count)(*operands)
     return several(*operands[:count])
@@ -150,12 +160,16 @@ def _lower(
     *operands: Any,
     kernel: Any,
     several: _Flat,
+    partition: Partition | None,
     count: int,
     types: tuple[Any, ...],
 ) -> Any:
     function = _of_fallback(several, count)
     if kernel is not None and _is_for_one_device(ctx.module_context.axis_context):
         function = _of_jaxpr(kernel, count)
+    elif partition is not None and partitioned.can_lower(ctx.module_context):
+        inner = ctx.replace(avals_in=ctx.avals_in[:count])
+        return partitioned.lower(inner, operands[:count], partition, types)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
@@ -173,7 +187,7 @@ def _batched(
     kernel: Any,
     several: _Flat,
     count: int,
-    types: tuple[Any, ...],
+    **_: Any,
 ) -> tuple[list[jax.Array], list[int]]:
     axes = tuple(axes)
     plain = jax.vmap(several, in_axes=axes[:count])

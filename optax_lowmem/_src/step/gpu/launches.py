@@ -1,5 +1,6 @@
 """Groups leaves into launches of the GPU kernel, by Pallas or by generated Triton."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 
 from optax_lowmem._src.core.groups import Tile, Tiling
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.kernels.fallback import with_fallback
+from optax_lowmem._src.kernels.fallback import on_one_device, with_fallback
 from optax_lowmem._src.step import operands, reference, tuning, xla
 from optax_lowmem._src.step.batch import LeafBatch, Stepped
+from optax_lowmem._src.step.partition import StepPartition
 from optax_lowmem._src.step.plan import LeafPlan, LeafState
 from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
 
@@ -111,13 +113,14 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
     plans = batch.nameless.plans
     arrays = list(zip(batch.gradients, batch.weights, batch.states, strict=True))
     of_blocks = [own.get(OF_BLOCK) for own in batch.operands]
-    names = tuple(sorted(set(batch.h(0)) - {OF_BLOCK}))
+    names, numbers = tuple(sorted(set(batch.h(0)) - {OF_BLOCK})), batch.numbers
     # one row per leaf only if hyperparameters differ between leaves
     hs = [batch.h(i) for i in range(len(batch) if rule.prepares == "leaf" else 1)]
     scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in hs])
-    numbers = jnp.asarray(batch.numbers, jnp.int32)
 
     def launched(
+        plans: tuple[LeafPlan, ...],
+        numbers: tuple[int, ...],
         arrays: list[_LeafArrays],
         of_blocks: list[jax.Array | None],
         scalars: jax.Array,
@@ -129,13 +132,15 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
             from optax_lowmem._src.step.gpu.pallas_triton import launch
         else:
             from optax_lowmem._src.step.gpu.jax_triton import launch
-        results = launch(rule, plans, leaves, names, scalars, keys, numbers, tile)
+        places = jnp.asarray(numbers, jnp.int32)
+        results = launch(rule, plans, leaves, names, scalars, keys, places, tile)
         return [
             (reference.emit(plan, row[1], result.update), operands.state_of(result))
             for plan, row, result in zip(plans, arrays, results, strict=True)
         ]
 
     def plain(
+        two_passes: bool,
         arrays: list[_LeafArrays],
         of_blocks: list[jax.Array | None],
         scalars: jax.Array,
@@ -143,12 +148,19 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
     ) -> list[Stepped]:
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
         results = []
-        every = zip(plans, arrays, of_blocks, batch.numbers, strict=True)
+        every = zip(plans, arrays, of_blocks, numbers, strict=True)
         for i, (plan, row, of_block, number) in enumerate(every):
             h = {**hs[i % len(hs)], **({} if of_block is None else {OF_BLOCK: of_block})}
-            results.append(xla.plain(rule, plan, *row, h, keys[number]))
+            step = functools.partial(xla.plain, two_passes=two_passes and plan.grouped)
+            results.append(step(rule, plan, *row, h, keys[number]))
         return results
 
+    arguments = (arrays, of_blocks, scalars, batch.keys)
+    content = f"step {backend} {rule} {names} {tile}"
+    partition = StepPartition(content, launched, plans, numbers, arguments)
+    kernel = functools.partial(launched, plans, numbers)
     if batch.implementation is not None:
-        return launched(arrays, of_blocks, scalars, batch.keys)
-    return with_fallback("cuda", launched, plain, arrays, of_blocks, scalars, batch.keys)
+        result: list[Stepped] = on_one_device(kernel, kernel, *arguments, partition=partition)
+        return result
+    once, twice = (functools.partial(plain, two_passes) for two_passes in (False, True))
+    return with_fallback("cuda", kernel, once, *arguments, several=twice, partition=partition)
