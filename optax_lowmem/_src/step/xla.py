@@ -10,6 +10,7 @@ from optax_lowmem._src.step import on_mesh, packed, reference
 from optax_lowmem._src.step.batch import LeafBatch, Stepped
 from optax_lowmem._src.step.plan import LeafState
 from optax_lowmem._src.step.rule import UpdateRule
+from optax_lowmem._src.step.scopes import scope
 
 # traced once per shape and plan: tracing it per leaf would dominate the tracing time
 plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan", "two_passes"))
@@ -49,5 +50,6 @@ def _step(rule: UpdateRule, batch: LeafBatch, i: int, number: jax.Array) -> Step
         return jax.tree.leaves(plain(*arguments, keys[batch.numbers[i]], two_passes=two_passes))
 
     shardings = list(map(explicit.sharding_of, like))
-    result = explicit.left_to_xla(step, shardings, *arrays, batch.h(i), batch.keys, number)
+    with scope([plan.path], "xla"):
+        result = explicit.left_to_xla(step, shardings, *arrays, batch.h(i), batch.keys, number)
     return jax.tree.unflatten(results, result)

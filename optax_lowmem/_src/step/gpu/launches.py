@@ -16,6 +16,7 @@ from optax_lowmem._src.step.batch import LeafBatch, Stepped
 from optax_lowmem._src.step.partition import StepPartition
 from optax_lowmem._src.step.plan import LeafPlan, LeafState
 from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+from optax_lowmem._src.step.scopes import scope
 
 _LeafArrays = tuple[jax.Array, jax.Array | None, LeafState]  # gradient, weight, state
 
@@ -110,7 +111,7 @@ def _in_order(
 
 def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Stepped]:
     """Step the parameters of one launch."""
-    plans = batch.nameless.plans
+    plans, paths = batch.nameless.plans, [plan.path for plan in batch.plans]
     arrays = list(zip(batch.gradients, batch.weights, batch.states, strict=True))
     of_blocks = [own.get(OF_BLOCK) for own in batch.operands]
     names, numbers = tuple(sorted(set(batch.h(0)) - {OF_BLOCK})), batch.numbers
@@ -133,7 +134,8 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
         else:
             from optax_lowmem._src.step.gpu.jax_triton import launch
         places = jnp.asarray(numbers, jnp.int32)
-        results = launch(rule, plans, leaves, names, scalars, keys, places, tile)
+        with scope(paths, backend):
+            results = launch(rule, plans, leaves, names, scalars, keys, places, tile)
         return [
             (reference.emit(plan, row[1], result.update), operands.state_of(result))
             for plan, row, result in zip(plans, arrays, results, strict=True)
@@ -152,7 +154,8 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
         for i, (plan, row, of_block, number) in enumerate(every):
             h = {**hs[i % len(hs)], **({} if of_block is None else {OF_BLOCK: of_block})}
             step = functools.partial(xla.plain, two_passes=two_passes and plan.grouped)
-            results.append(step(rule, plan, *row, h, keys[number]))
+            with scope([paths[i]], "xla"):
+                results.append(step(rule, plan, *row, h, keys[number]))
         return results
 
     arguments = (arrays, of_blocks, scalars, batch.keys)

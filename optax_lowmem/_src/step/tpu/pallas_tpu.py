@@ -37,6 +37,7 @@ from optax_lowmem._src.step.operands import (
 )
 from optax_lowmem._src.step.plan import LeafPlan, LeafState
 from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+from optax_lowmem._src.step.scopes import scope
 from optax_lowmem._src.step.tpu import lanes
 from optax_lowmem._src.step.tpu import pallas_tpu_views as views
 from optax_lowmem._src.step.tpu.lanes import LANES, ROWS
@@ -219,11 +220,12 @@ def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> lis
             h: Mapping[str, jax.Array],
             keys: tuple[jax.Array, jax.Array, jax.Array],
             plan: LeafPlan = named.nameless,
+            path: str = named.path,
         ) -> Stepped:
             names = tuple(sorted(set(h) - {OF_BLOCK}))
             leaf = leaf_of(g, p, state, h.get(OF_BLOCK))
             scalars = jnp.stack([h[name] for name in names])
-            with platform.targeting(g):
+            with platform.targeting(g), scope([path], NAME):
                 result = launch(rule, plan, leaf, names, scalars, *keys[1:], elements)
             update = reference.emit(plan, p, result.update)
             return update, state_of(result)
@@ -235,8 +237,10 @@ def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> lis
             h: Mapping[str, jax.Array],
             keys: tuple[jax.Array, jax.Array, jax.Array],
             plan: LeafPlan = named.nameless,
+            path: str = named.path,
         ) -> Stepped:
-            return xla.plain(rule, plan, g, p, state, h, keys[0])
+            with scope([path], "xla"):
+                return xla.plain(rule, plan, g, p, state, h, keys[0])
 
         keys = batch.keys[number], row_keys[number], lane_bits[number]
         if batch.implementation is None:
