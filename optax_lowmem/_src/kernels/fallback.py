@@ -169,7 +169,7 @@ def _lower(
         function = _of_jaxpr(kernel, count)
     elif partition is not None and partitioned.can_lower(ctx.module_context):
         inner = ctx.replace(avals_in=ctx.avals_in[:count])
-        return partitioned.lower(inner, operands[:count], partition, types)
+        return partitioned.lower(inner, operands[:count], partition, kernel)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 

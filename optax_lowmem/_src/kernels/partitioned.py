@@ -153,7 +153,7 @@ def can_lower(module: Any) -> bool:
 
 
 def lower(
-    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], partition: Partition, results: Any
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], partition: Partition, kernel: Any
 ) -> Any:
     """Return the results of a partitioned call, as values of the program that is lowered.
 
@@ -161,11 +161,12 @@ def lower(
       ctx: of a program for which `can_lower` holds.
       operands: values, one for each of `ctx.avals_in`.
       partition: how the call is cut.
-      results: types of the results.
+      kernel: the jaxpr of the call with whole operands.
     """
     module = ctx.module_context
     count = module.axis_context.num_devices
-    asked = custom_partitioning(lambda *_: [jnp.zeros(x.shape, x.dtype) for x in results])
+    types = [x.aval for x in kernel.outvars]
+    asked = custom_partitioning(lambda *_: [jnp.zeros(x.shape, x.dtype) for x in types])
     cut = functools.partial(_cut, partition, count)
     asked.def_partition(
         cut,
@@ -178,8 +179,19 @@ def lower(
     stand_ins = ShardingContext(count, tuple(jax.devices()[:count]), None)
     inner = ctx.replace(module_context=module.replace(axis_context=stand_ins))
     values = mlir.lower_fun(lambda *args: asked(*args), multiple_results=True)(inner, *operands)
-    _name(module, values[0].owner, f"{partition.content} {count} {module.platforms}")
+    content = partition.content, _printed_calls(kernel), count, module.platforms
+    _name(module, values[0].owner, repr(content))
     return values
+
+
+def _printed_calls(jaxpr: Any) -> list[str]:
+    """Return hashes of the functions that a jaxpr calls, which have the arithmetic of its work."""
+    return [_printed(eqn.params["jaxpr"]) for eqn in jaxpr.eqns if "jaxpr" in eqn.params]
+
+
+@functools.lru_cache(maxsize=32)  # launches of equal leaves call one function
+def _printed(jaxpr: Any) -> str:
+    return hashlib.sha256(str(jaxpr).encode()).hexdigest()
 
 
 def _cut(partition: Partition, count: int, mesh: Any, args: Any, results: Any) -> Any:
