@@ -28,6 +28,7 @@ MODULES = (
     "layers.fp8_flow.linen",
     "layers.linen",
     "memory",
+    "plan",
     "release",
     "sharding",
 )

@@ -149,7 +149,7 @@ def can_lower(module: Any) -> bool:
     """Return whether a call can be partitioned in a program that is lowered."""
     count = getattr(module.axis_context, "num_devices", None)
     exported = module.lowering_parameters.for_export
-    return available() and not exported and bool(count) and count <= jax.device_count()
+    return available() and not exported and 0 < (count or 0) <= jax.device_count()
 
 
 def lower(
@@ -163,7 +163,7 @@ def lower(
       partition: how the call is cut.
       kernel: the jaxpr of the call with whole operands.
     """
-    module = ctx.module_context
+    module: Any = ctx.module_context
     count = module.axis_context.num_devices
     types = [x.aval for x in kernel.outvars]
     asked = custom_partitioning(lambda *_: [jnp.zeros(x.shape, x.dtype) for x in types])

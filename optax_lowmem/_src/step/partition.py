@@ -29,29 +29,28 @@ class StepPartition(Partition):
         numbers: tuple[int, ...],
         arguments: tuple[Any, ...],
     ) -> None:
-        """Partition step(plans, numbers, arrays, of_blocks, scalars, keys).
+        """Partition step(plans, numbers, leaves, scalars, keys).
 
         Args:
           content: all that the step depends on but its arguments.
           step: steps leaves; it must not close over arrays.
           plans: of the leaves.
           numbers: indices of their keys.
-          arguments: (arrays, of_blocks, scalars, keys): gradient, weight and state of each leaf,
-            and the operand of its blocks or None; or their types.
+          arguments: (leaves, scalars, keys), or their types.
         """
         super().__init__()
         self._content, self._step, self._plans, self._numbers = content, step, plans, numbers
-        leaves, self._treedef = jax.tree.flatten(arguments)
-        self._shapes = [x.shape for x in leaves]
-        arrays, of_blocks, *_ = jax.tree.unflatten(self._treedef, range(len(leaves)))
+        arrays, self._treedef = jax.tree.flatten(arguments)
+        self._shapes = [x.shape for x in arrays]
+        leaves, *_ = jax.tree.unflatten(self._treedef, range(len(arrays)))
         self._owners: list[list[int]] = []  # operands of each leaf, which are cut alike
         self._likes: list[int] = []  # of each result, the operand that it is cut like
         self._deciding: list[list[int]] = []  # operands that say how a leaf is cut, the first most
-        for (g, p, state), of_block in zip(arrays, of_blocks, strict=True):
-            weight = g if p is None else p
-            self._deciding.append([*jax.tree.leaves((state.slots, state.correction)), weight, g])
-            self._owners.append(jax.tree.leaves(((g, p, state), of_block)))
-            self._likes += [weight, *jax.tree.leaves(state)]
+        for leaf in leaves:
+            state = leaf.state.slots, leaf.state.correction
+            self._deciding.append(jax.tree.leaves((state, leaf.p, leaf.g)))
+            self._owners.append(jax.tree.leaves(leaf))
+            self._likes += jax.tree.leaves(leaf.result_like)
 
     @property
     def content(self) -> str:
@@ -75,15 +74,15 @@ class StepPartition(Partition):
             parts.append(local)
             starts.append(cut.starts([*local.shape[:-1], last]))
 
-        def work(*leaves: jax.Array) -> list[jax.Array]:
-            arrays, of_blocks, scalars, keys = jax.tree.unflatten(self._treedef, leaves)
+        def work(*arrays: jax.Array) -> list[jax.Array]:
+            leaves, scalars, keys = jax.tree.unflatten(self._treedef, arrays)
             here = jax.lax.axis_index(EVERY)
             own = [
                 random.key_of_part(keys[number], *jnp.asarray(table)[here])
                 for number, table in zip(self._numbers, starts, strict=True)
             ]
             numbers = tuple(range(len(own)))
-            result = self._step(tuple(parts), numbers, arrays, of_blocks, scalars, jnp.stack(own))
+            result = self._step(tuple(parts), numbers, leaves, scalars, jnp.stack(own))
             return jax.tree.leaves(result)
 
         return tiles, [tiles[j] for j in self._likes], work
@@ -101,7 +100,7 @@ class StepPartition(Partition):
                 names = [f"operand{j}_{d}" for d in range(len(shape))]
                 whole += names
                 mappings.append(ArrayMapping(*names))
-        sizes: dict[str, int] = {}
+        sizes: dict[str, Any] = {}
         for own in factors:
             sizes |= own.sizes
         alone = {name for mapping in mappings for name in mapping if isinstance(name, str)}

@@ -12,13 +12,11 @@ from optax_lowmem._src.core.groups import Tile, Tiling
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import on_one_device, with_fallback
 from optax_lowmem._src.step import operands, reference, tuning, xla
-from optax_lowmem._src.step.batch import LeafBatch, Stepped
+from optax_lowmem._src.step.batch import Leaf, LeafBatch, Result
 from optax_lowmem._src.step.partition import StepPartition
-from optax_lowmem._src.step.plan import LeafPlan, LeafState
-from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+from optax_lowmem._src.step.plan import LeafPlan
+from optax_lowmem._src.step.rule import UpdateRule
 from optax_lowmem._src.step.scopes import scope
-
-_LeafArrays = tuple[jax.Array, jax.Array | None, LeafState]  # gradient, weight, state
 
 _UPDATES = 1 << 20  # bytes of updates that a launch may always allocate
 
@@ -39,10 +37,10 @@ def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
 
 def step(
     backend: str, rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None
-) -> list[Stepped]:
+) -> list[Result]:
     """Step parameters that a backend supports, in as few launches as `tuned` allows."""
     cut = tuning.resolve(tuned, backend, rule.elementwise_slots, batch.plans[0].group_size)
-    results: dict[int, Stepped] = {}
+    results: dict[int, Result] = {}
     for together in launches(batch, cut):
         result = _launch(rule, backend, batch.take(together), cut.tile)
         results.update(zip(together, result, strict=True))
@@ -109,12 +107,11 @@ def _in_order(
     return done
 
 
-def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Stepped]:
+def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Result]:
     """Step the parameters of one launch."""
     plans, paths = batch.nameless.plans, [plan.path for plan in batch.plans]
-    arrays = list(zip(batch.gradients, batch.weights, batch.states, strict=True))
-    of_blocks = [own.get(OF_BLOCK) for own in batch.operands]
-    names, numbers = tuple(sorted(set(batch.h(0)) - {OF_BLOCK})), batch.numbers
+    leaves = [batch.leaf(i) for i in range(len(batch))]
+    names, numbers = tuple(sorted(batch.h(0))), batch.numbers
     # one row per leaf only if hyperparameters differ between leaves
     hs = [batch.h(i) for i in range(len(batch) if rule.prepares == "leaf" else 1)]
     scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in hs])
@@ -122,48 +119,39 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
     def launched(
         plans: tuple[LeafPlan, ...],
         numbers: tuple[int, ...],
-        arrays: list[_LeafArrays],
-        of_blocks: list[jax.Array | None],
+        leaves: list[Leaf],
         scalars: jax.Array,
         keys: jax.Array,
-    ) -> list[Stepped]:
-        every = zip(arrays, of_blocks, strict=True)
-        leaves = tuple(operands.leaf_of(*row, of_block) for row, of_block in every)
+    ) -> list[Result]:
         if backend == "pallas":
             from optax_lowmem._src.step.gpu.pallas_triton import launch
         else:
             from optax_lowmem._src.step.gpu.jax_triton import launch
         places = jnp.asarray(numbers, jnp.int32)
         with scope(paths, backend):
-            results = launch(rule, plans, leaves, names, scalars, keys, places, tile)
+            results = launch(rule, plans, tuple(leaves), names, scalars, keys, places, tile)
         return [
-            (reference.emit(plan, row[1], result.update), operands.state_of(result))
-            for plan, row, result in zip(plans, arrays, results, strict=True)
+            result._replace(update=reference.emit(plan, leaf.p, result.update))
+            for plan, leaf, result in zip(plans, leaves, results, strict=True)
         ]
 
     def plain(
-        two_passes: bool,
-        arrays: list[_LeafArrays],
-        of_blocks: list[jax.Array | None],
-        scalars: jax.Array,
-        keys: jax.Array,
-    ) -> list[Stepped]:
+        two_passes: bool, leaves: list[Leaf], scalars: jax.Array, keys: jax.Array
+    ) -> list[Result]:
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
         results = []
-        every = zip(plans, arrays, of_blocks, numbers, strict=True)
-        for i, (plan, row, of_block, number) in enumerate(every):
-            h = {**hs[i % len(hs)], **({} if of_block is None else {OF_BLOCK: of_block})}
+        for i, (plan, leaf, number) in enumerate(zip(plans, leaves, numbers, strict=True)):
             step = functools.partial(xla.plain, two_passes=two_passes and plan.grouped)
             with scope([paths[i]], "xla"):
-                results.append(step(rule, plan, *row, h, keys[number]))
+                results.append(step(rule, plan, leaf, hs[i % len(hs)], keys[number]))
         return results
 
-    arguments = (arrays, of_blocks, scalars, batch.keys)
+    arguments = (leaves, scalars, batch.keys)
     content = f"step {backend} {rule} {names} {tile}"
     partition = StepPartition(content, launched, plans, numbers, arguments)
     kernel = functools.partial(launched, plans, numbers)
     if batch.implementation is not None:
-        result: list[Stepped] = on_one_device(kernel, kernel, *arguments, partition=partition)
+        result: list[Result] = on_one_device(kernel, kernel, *arguments, partition=partition)
         return result
     once, twice = (functools.partial(plain, two_passes) for two_passes in (False, True))
     return with_fallback("cuda", kernel, once, *arguments, several=twice, partition=partition)
