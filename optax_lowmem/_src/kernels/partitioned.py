@@ -117,6 +117,10 @@ class Partition(abc.ABC):
         """All that the work depends on but the operands' shapes: its key in persistent caches."""
 
     @abc.abstractmethod
+    def named(self) -> contextlib.AbstractContextManager[None]:
+        """Name the work: its operations have the name of the call in the compiled program."""
+
+    @abc.abstractmethod
     def rule(self) -> SdyShardingRule:
         """Return which dimensions of operands and results are cut alike."""
 
@@ -178,7 +182,13 @@ def lower(
     # one mesh, nor devices.
     stand_ins = ShardingContext(count, tuple(jax.devices()[:count]), None)
     inner = ctx.replace(module_context=module.replace(axis_context=stand_ins))
-    values = mlir.lower_fun(lambda *args: asked(*args), multiple_results=True)(inner, *operands)
+
+    def call(*args: jax.Array) -> list[jax.Array]:
+        with partition.named():
+            result: list[jax.Array] = asked(*args)
+        return result
+
+    values = mlir.lower_fun(call, multiple_results=True)(inner, *operands)
     content = partition.content, _printed_calls(kernel), count, module.platforms
     _name(module, values[0].owner, repr(content))
     return values

@@ -1,5 +1,6 @@
 """How a launch of a step is cut over devices: in parts of whole groups, stepped like leaves."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from optax_lowmem._src.core import random
 from optax_lowmem._src.core.groups import group_count
 from optax_lowmem._src.kernels.partitioned import EVERY, Partition, Tiles
 from optax_lowmem._src.step.plan import LeafPlan
+from optax_lowmem._src.step.scopes import scope
 
 
 class StepPartition(Partition):
@@ -23,8 +25,10 @@ class StepPartition(Partition):
 
     def __init__(
         self,
+        backend: str,
         content: str,
         step: Callable[..., Any],
+        paths: Sequence[str],
         plans: tuple[LeafPlan, ...],
         numbers: tuple[int, ...],
         arguments: tuple[Any, ...],
@@ -32,14 +36,17 @@ class StepPartition(Partition):
         """Partition step(plans, numbers, leaves, scalars, keys).
 
         Args:
+          backend: name of the implementation.
           content: all that the step depends on but its arguments.
           step: steps leaves; it must not close over arrays.
-          plans: of the leaves.
+          paths: of the leaves.
+          plans: of the leaves, without paths.
           numbers: indices of their keys.
           arguments: (leaves, scalars, keys), or their types.
         """
         super().__init__()
         self._content, self._step, self._plans, self._numbers = content, step, plans, numbers
+        self._name = paths, backend
         arrays, self._treedef = jax.tree.flatten(arguments)
         self._shapes = [x.shape for x in arrays]
         leaves, *_ = jax.tree.unflatten(self._treedef, range(len(arrays)))
@@ -55,7 +62,11 @@ class StepPartition(Partition):
     @property
     def content(self) -> str:
         """The plans and what the caller says."""
-        return f"{self._content} {self._plans} {self._numbers} {self._treedef}"
+        return f"step {self._name[1]} {self._content} {self._plans} {self._numbers} {self._treedef}"
+
+    def named(self) -> contextlib.AbstractContextManager[None]:
+        """Name the work by the leaves and the implementation, for `scopes.implementations`."""
+        return scope(*self._name)
 
     def cut(
         self, given: Sequence[Tiles | None], count: int

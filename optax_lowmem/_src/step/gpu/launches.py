@@ -147,8 +147,8 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
         return results
 
     arguments = (leaves, scalars, batch.keys)
-    content = f"step {backend} {rule} {names} {tile}"
-    partition = StepPartition(content, launched, plans, numbers, arguments)
+    content = f"{rule} {names} {tile}"
+    partition = StepPartition(backend, content, launched, paths, plans, numbers, arguments)
     kernel = functools.partial(launched, plans, numbers)
     if batch.implementation is not None:
         result: list[Result] = on_one_device(kernel, kernel, *arguments, partition=partition)
