@@ -76,7 +76,8 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
         if len(block.parts) > 1:
             instead = f"min_dim_size_to_factor={plan.shape[0] + 1}"
         return (
-            f"the layers share a second moment ({block.description or f'a mean over {block.axes}'}). "
+            "the layers share a second moment "
+            f"({block.description or f'a mean over {block.axes}'}). "
             f"Give each layer a separate one: {instead}."
         )
     values = block.values((1, *plan.shape[1:]))

@@ -270,6 +270,13 @@ class Explanation:
         return merged
 
 
+def _ask(step: context.Decision) -> list[str]:
+    """Say how to ask what a program takes, where that depends on its devices."""
+    if step.form == "xla" or jax.device_count() == 1:
+        return []
+    return ["on several devices as lowmem.implementations(compiled) says"]
+
+
 def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanation:
     """Explain each leaf's codecs, split and kernel, or why it has none.
 
@@ -311,7 +318,7 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
     ]
     cut = _cut_groups(params, decisions)
     steps = tuple(
-        dataclasses.replace(d, reason="; ".join([d.reason, *cut.get(d.path, ())]))
+        dataclasses.replace(d, reason="; ".join([d.reason, *_ask(d), *cut.get(d.path, ())]))
         for d in result
         if d.slot == "step"
     )
