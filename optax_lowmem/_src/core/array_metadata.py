@@ -19,10 +19,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 # If no mesh is known, assume up to this many shards per axis, times any odd number.
 _PARTS = 64
-_KEYS = (
-    "out_sharding",
-    "optimizer_sharding",
-)  # of NNX; for a state Flax prefers the latter
+# Of NNX. In the state's variables Flax overwrites the first with each of the others.
+_KEYS = ("out_sharding", "optimizer_sharding", "sharding", "sharding_names")
 
 
 def is_box(node: object) -> bool:
