@@ -33,7 +33,7 @@ __all__ = ["Optimizer", "TrainState"]
 
 M = TypeVar("M")
 
-as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # its name before Flax 0.12.7
+as_pure = array_metadata.pure
 
 
 def _overwrites(tree: object) -> bool:

@@ -33,6 +33,13 @@ def is_variable(node: object) -> bool:
     return hasattr(type(node), "get_metadata") and hasattr(type(node), "replace")
 
 
+def pure(tree: Any) -> Any:
+    """Replace the NNX variables of a tree by their arrays."""
+    from flax import nnx
+
+    return (getattr(nnx, "as_pure", None) or nnx.pure)(tree)  # its name before Flax 0.12.7
+
+
 def _axes_field(node: object) -> str | None:
     """Return the field with the axes of an array with named axes; None for other nodes.
 
