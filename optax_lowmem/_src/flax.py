@@ -268,10 +268,10 @@ def _fit_sharding(leaf: object) -> Any:
 def substitute() -> Iterator[None]:
     """Within this context `flax.nnx.Optimizer` and `optax.MultiSteps` are those of this package.
 
-    For trainers that make them themselves, such as tunix's `PeftTrainer` and MaxText's. The first is
-    `Optimizer`, with its fused step. The second, if it has a number of steps and no other
-    arguments, is `accumulate_gradients`, whose mean takes 2 bytes per parameter instead of 4. The
-    names are replaced for all threads; objects made within the context remain what they are.
+    For trainers that make them themselves, such as tunix's and MaxText's. The first is `Optimizer`,
+    with its fused step. The second, given a number of steps and no other arguments, is
+    `accumulate_gradients`, whose mean takes 2 bytes per parameter instead of 4. The names are
+    replaced for all threads; objects made within the context remain what they are.
 
     Example:
       >>> import optax_lowmem as lowmem
@@ -290,7 +290,7 @@ def substitute() -> Iterator[None]:
             return originals[1](opt, every_k_schedule, *args, **kwargs)
         return accumulate_gradients(opt, every_k_schedule)
 
-    nnx.Optimizer, optax.MultiSteps = Optimizer, accumulate  # type: ignore[assignment, misc]
+    nnx.Optimizer, optax.MultiSteps = Optimizer, accumulate  # type: ignore[misc]
     try:
         yield
     finally:
