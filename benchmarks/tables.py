@@ -20,7 +20,7 @@ PAGES = [
 ]
 # modules below benchmarks.suites that have `TABLES`: name -> what makes it of records
 SUITES = (
-    "activations.tables", "deleted", "end_to_end.tables", "examples",
+    "activations.tables", "deleted", "end_to_end.tables", "examples", "frameworks",
     "fit.tables", "formats.tables", "front", "kernels", "linear.tables", "memory", "mesh.tables",
     "noise.tables", "pairs.budgets", "pairs.spread", "release", "step.tables", "tpu.tables",
 )  # fmt: skip
