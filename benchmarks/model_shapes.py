@@ -43,6 +43,11 @@ def llama_3_2_1b(dtype: Any = jnp.bfloat16) -> dict:
     return llama(dtype, layers=16, width=2048, hidden=8192, kv=512, vocab=128256, tied=True)
 
 
+def llama_3_2_3b(dtype: Any = jnp.bfloat16) -> dict:
+    """3,212,749,824 parameters in 254 leaves."""
+    return llama(dtype, layers=28, width=3072, hidden=8192, kv=1024, vocab=128256, tied=True)
+
+
 def gpt2_124m(dtype: Any = jnp.bfloat16) -> dict:
     """124,439,808 parameters in 148 leaves; the output projection is the token embedding."""
     return gpt2(dtype, layers=12, width=768, vocab=50257, context=1024)

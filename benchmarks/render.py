@@ -56,6 +56,16 @@ class Rendered:
         return markdown(head, body) + (source(used) if used else "")
 
 
+def alone(make: Callable[[Rows], Table]) -> Callable[[Rows], str]:
+    """Return a table without its devices and commits, which another page has."""
+
+    def table(rows: Rows) -> str:
+        head, body, _ = make(newest(rows))
+        return markdown(head, body)
+
+    return table
+
+
 def by_machine(rows: Rows, write: Callable[[Rows], str], *keys: str) -> str:
     """Join what `write` makes of the records of each device and JAX version, and other fields."""
     keys = (*keys, "device", "jax")

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 # name -> module below benchmarks.suites, and its function that measures, if that is not `main`
-SUITES = {name: name for name in ("checkpoint", "kernels", "memory", "release", "spikes")}
+_ALONE = "checkpoint choose kernels memory other_gpus release report spikes"
+SUITES = {name: name for name in _ALONE.split()}
 SUITES |= {
     name: f"{name}.bench" for name in (
         "activations", "end_to_end", "fit", "flashoptim", "formats", "gaussws",

@@ -20,9 +20,9 @@ PAGES = [
 ]
 # modules below benchmarks.suites that have `TABLES`: name -> what makes it of records
 SUITES = (
-    "activations.tables", "deleted", "end_to_end.tables", "examples", "frameworks",
-    "fit.tables", "formats.tables", "front", "kernels", "linear.tables", "memory", "mesh.tables",
-    "noise.tables", "pairs.budgets", "pairs.spread", "release", "step.tables", "tpu.tables",
+    "activations.tables", "choose", "deleted", "end_to_end.tables", "examples", "frameworks",
+    "fit.tables", "formats.tables", "kernels", "linear.tables", "memory", "mesh.tables",
+    "noise.tables", "pairs.budgets", "pairs.spread", "plan", "release", "step.tables", "tpu.tables",
 )  # fmt: skip
 # module below benchmarks.claims -> name of its table, and of the method
 PAPERS = {

@@ -14,8 +14,8 @@ from optax_lowmem._src.checkpoint.description import check as check
 from optax_lowmem._src.checkpoint.description import metadata as metadata
 from optax_lowmem._src.checkpoint.export import export as export
 from optax_lowmem._src.checkpoint.files import handlers as handlers
-from optax_lowmem._src.checkpoint.plain import from_optax as from_optax
-from optax_lowmem._src.checkpoint.plain import to_optax as to_optax
+from optax_lowmem._src.checkpoint.optax_conversion import from_optax as from_optax
+from optax_lowmem._src.checkpoint.optax_conversion import to_optax as to_optax
 from optax_lowmem._src.checkpoint.store import args as args
 from optax_lowmem._src.checkpoint.store import latest_step as latest_step
 from optax_lowmem._src.checkpoint.store import restore as restore

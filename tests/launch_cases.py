@@ -13,8 +13,8 @@ import optax_lowmem as lowmem
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.groups import Tile, Tiling
 from optax_lowmem._src.optimizers.lion import LionRule
-from optax_lowmem._src.step import LeafPlan, LeafState, operands, reference
-from optax_lowmem._src.step.rule import OF_BLOCK
+from optax_lowmem._src.step import LeafPlan, reference
+from optax_lowmem._src.step.batch import Leaf, LeafState, Result
 from optax_lowmem.codecs import StoredSlot, decode_array, encode_array
 from tests import tolerances
 
@@ -42,32 +42,28 @@ _decoded = jax.jit(decode_array, static_argnums=(0, 3, 4))
 
 @dataclasses.dataclass
 class Case:
-    """The arguments of a launch, and the states that they came from."""
+    """The arguments of a launch."""
 
     rule: Any
     plans: list[LeafPlan]
-    leaves: list[operands.Leaf]
-    states: list[LeafState]
+    leaves: list[Leaf]
     h: dict[str, jax.Array]
     keys: jax.Array
 
     @property
     def of_leaves(self) -> list[dict[str, jax.Array]]:
         """The hyperparameters, once or, where leaves have their own, once a leaf."""
-        if self.rule.prepares == "blocks":
-            return [{**self.h, OF_BLOCK: leaf.of_block} for leaf in self.leaves]
-        if self.rule.prepares is None:
+        if self.rule.prepares != "leaf":
             return [self.h]
         measured = jax.jit(reference.prepare, static_argnums=(0, 1))
         return [
-            self.h | measured(self.rule, plan.nameless, leaf.g, leaf.p, state, self.h)
-            for plan, leaf, state in zip(self.plans, self.leaves, self.states, strict=True)
+            self.h | measured(self.rule, plan.nameless, leaf, self.h)
+            for plan, leaf in zip(self.plans, self.leaves, strict=True)
         ]
 
     def scalars(self, names: tuple[str, ...]) -> jax.Array:
         """`of_leaves` as a launch takes them."""
-        every = self.of_leaves if self.rule.prepares == "leaf" else self.of_leaves[:1]
-        return jnp.stack([jnp.stack([h[name] for name in names]) for h in every])
+        return jnp.stack([jnp.stack([h[name] for name in names]) for h in self.of_leaves])
 
     @property
     def numbers(self) -> list[int]:
@@ -93,21 +89,19 @@ def make(
 
     tree = {f"leaf{i}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}
     plans = [dataclasses.replace(plan, direct=direct) for plan in engine.plans(tree)]
-    leaves, states = [], []
+    leaves = []
     for i, plan in enumerate(plans):
         g, w = normal(1e-3, plan.shape), normal(0.1, plan.shape)
         moments = {"mu": normal(3e-4, plan.shape), "nu": normal(1e-3, plan.shape) ** 2}
         p, state = _stored(plan, w, moments)
-        states.append(state)
         weight = p if engine.weights else None
-        arrays = g.astype(gradient_dtype), weight, state
-        leaves.append(operands.leaf_of(*arrays, of_block(plan, i)))
+        leaves.append(Leaf(g.astype(gradient_dtype), weight, state, of_block(plan, i)))
     (rule,) = {engine.rule.of_leaf(plan.matrices) for plan in plans}  # of all leaves of a launch
     h = engine.rule.hyperparameters_of(plans[0].matrices, engine.hyperparameters(jnp.int32(100)))
     h = {**h} | {name: jnp.float32(value) for name, value in (more or {}).items()}
     names = [f"leaf{i}" for i in range(len(plans) + 1)]
     keys = random.leaf_keys(jnp.uint32(1), jnp.int32(101), names)
-    return Case(rule, plans, leaves, states, h, keys)
+    return Case(rule, plans, leaves, h, keys)
 
 
 def of_block(plan: LeafPlan, seed: int) -> Any:
@@ -141,7 +135,7 @@ def stored_slots(slots: Sequence[Any], state: LeafState) -> list[tuple[jax.Array
     return [(values, next(scales) if slot.codec else None) for slot, values in rows]
 
 
-def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[operands.Result]:
+def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[Result]:
     """Launch a kernel on a case and return its results; as in a step, leaves of a launch have
     groups of equal width."""
     names = tuple(sorted(case.h))  # not what blocks share, which is a leaf's
@@ -150,7 +144,7 @@ def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[operand
     for i, plan in enumerate(case.plans):
         lanes = Tiling(plan.shape, plan.group_size, tile.elements).lanes
         widths.setdefault(lanes, []).append(i)
-    results: dict[int, operands.Result] = {}
+    results: dict[int, Result] = {}
     for together in widths.values():
         launched = launcher(
             case.rule,
@@ -166,28 +160,25 @@ def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[operand
     return [results[i] for i in range(len(case.plans))]
 
 
-def expected(case: Case) -> list[tuple[jax.Array, LeafState]]:
+def expected(case: Case) -> list[Result]:
     """Compute the reference's update (or weight, where a plan returns new parameters) and state."""
 
-    def every(leaves: Any, states: Any, hs: Any, keys: Any) -> Any:
+    def every(leaves: Any, hs: Any, keys: Any) -> Any:
+        rows = zip(case.plans, leaves, case.numbers, strict=True)
         return [
-            reference.fused_update(
-                case.rule, plan, leaf.g, leaf.p, state, hs[i % len(hs)], keys[number]
-            )
-            for i, (plan, leaf, state, number) in enumerate(
-                zip(case.plans, leaves, states, case.numbers, strict=True)
-            )
+            reference.fused_update(case.rule, plan, leaf, hs[i % len(hs)], keys[number])
+            for i, (plan, leaf, number) in enumerate(rows)
         ]
 
-    return jax.jit(every)(case.leaves, case.states, case.of_leaves, case.keys)
+    return jax.jit(every)(case.leaves, case.of_leaves, case.keys)
 
 
-def compare(case: Case, found: list[operands.Result]) -> None:
+def compare(case: Case, found: list[Result]) -> None:
     """Codes, scales, and where each weight lands, against the reference."""
     for i, (update, state) in enumerate(expected(case)):
         plan, leaf, result = case.plans[i], case.leaves[i], found[i]
         any_sign = undecided(case, i)
-        _compare_state(plan, state, operands.state_of(result))
+        _compare_state(plan, state, result.state)
         if plan.lands and not plan.direct:
             given = reference.update_towards(result.update, leaf.p, plan.update_dtype)
         else:
@@ -196,7 +187,7 @@ def compare(case: Case, found: list[operands.Result]) -> None:
         if not plan.direct and leaf.p is not None:  # -0.0 leaves even a -0.0 alone
             stays = (np.asarray(update) == 0) & (np.asarray(given) == 0) & ~any_sign
             assert np.signbit(np.asarray(given))[stays].all()
-        both = (update, state.correction), (given, result.correction)
+        both = (update, state.correction), (given, result.state.correction)
         _compare_weights(plan, leaf, any_sign, *both)
 
 
@@ -205,7 +196,9 @@ def undecided(case: Case, i: int) -> np.ndarray:
     leaf, plan = case.leaves[i], case.plans[i]
     if not isinstance(case.rule, LionRule):
         return np.zeros(plan.shape, bool)
-    kept = np.float64(case.h["b1"]) * np.asarray(reference.decode(plan, case.states[i])["mu"])
+    kept = np.float64(case.h["b1"]) * np.asarray(
+        reference.decode(plan, leaf.state, reference.whole(plan))["mu"]
+    )
     new = np.float64(case.h["one_minus_b1"]) * np.asarray(numerics.widen(leaf.g))
     return np.abs(kept + new) < tolerances.LION_SIGN * np.abs(kept)
 
@@ -240,8 +233,10 @@ def check_landing(
     leaf = case.leaves[0]._replace(
         g=jnp.asarray(g),
         p=jnp.asarray(old.view(jnp.bfloat16)),
-        correction=jnp.asarray(correction, plan.split.dtype),
-        slots=(jnp.zeros(plan.shape, jnp.int8),),  # the momentum is then the gradient
+        state=case.leaves[0].state._replace(
+            slots=(jnp.zeros(plan.shape, jnp.int8),),  # the momentum is then the gradient
+            correction=jnp.asarray(correction, plan.split.dtype),
+        ),
     )
     (found,) = launch(dataclasses.replace(case, leaves=[leaf]), launcher, tile)
     noise = None
@@ -249,10 +244,10 @@ def check_landing(
         key = case.keys[case.numbers[0]]
         noise = random.leaf_bits(key, plan.shape, plan.group_size, reference.MASTER)
     landed = jax.jit(lambda *arrays: reference.move(plan, *arrays))
-    weight, kept = landed(leaf.p, leaf.g, leaf.correction, noise)
+    weight, kept = landed(leaf.p, leaf.g, leaf.state.correction, noise)
     bits, bits2 = (np.asarray(x).view(np.uint16) for x in (found.update, weight))
     np.testing.assert_array_equal(bits, bits2)
-    np.testing.assert_array_equal(found.correction, kept)
+    np.testing.assert_array_equal(found.state.correction, kept)
 
 
 def check_not_finite(
@@ -262,7 +257,7 @@ def check_not_finite(
     tx = OPTIMIZERS[optimizer](lowmem.Storage(policy=POLICY, group_size=width))
     case = make(tx, [(12, width)], gradient_dtype=jnp.float32)
     leaf, plan = case.leaves[0], case.plans[0]
-    g, slots = np.array(leaf.g), tuple(np.array(slot) for slot in leaf.slots)
+    g, slots = np.array(leaf.g), tuple(np.array(slot) for slot in leaf.state.slots)
     g[0, 3], g[1, 5], g[2, 7] = np.nan, np.inf, -np.inf
     g[3], g[4, ::2] = 0, 0
     g[5] *= 1e30
@@ -271,27 +266,25 @@ def check_not_finite(
     g[8, 1:] *= 1e-6
     for slot in slots:
         slot[[3, 7, 8]] = 0
-    leaf = leaf._replace(g=jnp.asarray(g), slots=tuple(map(jnp.asarray, slots)))
-    old = operands.Result(leaf.g, leaf.correction, leaf.slots, leaf.scales)
-    state = operands.state_of(old)
-    case = dataclasses.replace(case, leaves=[leaf], states=[state])
+    state = leaf.state._replace(slots=tuple(map(jnp.asarray, slots)))
+    case = dataclasses.replace(case, leaves=[leaf._replace(g=jnp.asarray(g), state=state)])
     (found,) = launch(case, launcher, tile)
     compare(case, [found])
-    master = plan.split.join(found.update, found.correction)
+    master = plan.split.join(found.update, found.state.correction)
     assert numerics.to_bits(master[0, 3]) == numerics.NAN_BITS
     assert jnp.isfinite(master[3:5]).all()
     if optimizer == "adamw":  # no variance that is not 0 is stored as 0
-        assert (np.asarray(found.slots[1])[8] >= (g[8] != 0)).all()
+        assert (np.asarray(found.state.slots[1])[8] >= (g[8] != 0)).all()
     if optimizer != "sgd":  # whose decay goes into the momentum
-        assert (np.asarray(found.slots[0])[3] == 0).all()
+        assert (np.asarray(found.state.slots[0])[3] == 0).all()
 
 
 def _compare_weights(
-    plan: LeafPlan, leaf: operands.Leaf, any_sign: np.ndarray, *both: tuple[jax.Array, Any]
+    plan: LeafPlan, leaf: Leaf, any_sign: np.ndarray, *both: tuple[jax.Array, Any]
 ) -> None:
     """Within a unit of the last place, and what the step itself may be off by."""
     one, other = (_weight(plan, leaf, *result) for result in both)
-    old = 0.0 if leaf.p is None else _master(plan, leaf.p, leaf.correction)
+    old = 0.0 if leaf.p is None else _master(plan, leaf.p, leaf.state.correction)
     dtype = one.dtype if leaf.p is None else plan.dtype
     last = tolerances.reordered_master(plan.split and plan.split.bits, dtype, one)
     finite = np.isfinite(one)
@@ -307,7 +300,7 @@ def _master(plan: LeafPlan, p: jax.Array, correction: Any) -> np.ndarray:
     return np.asarray(numerics.widen(p) if plan.split is None else plan.split.join(p, correction))
 
 
-def _weight(plan: LeafPlan, leaf: operands.Leaf, update: jax.Array, correction: Any) -> np.ndarray:
+def _weight(plan: LeafPlan, leaf: Leaf, update: jax.Array, correction: Any) -> np.ndarray:
     """The master weight after an update, or a bare direction itself."""
     if leaf.p is None:
         return np.asarray(update)

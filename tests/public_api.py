@@ -30,6 +30,7 @@ MODULES = (
     "layers.linen",
     "levanter",
     "memory",
+    "plan",
     "release",
     "sharding",
 )

@@ -1,11 +1,15 @@
 """Fills what depends on the project's address: install lines, badges, and the README of an index.
 
 The address is `[tool.optax-lowmem] address` in pyproject.toml, empty while there is none.
-`python -m tools.address` rewrites the pages; with --check it fails where one is out of date.
+`python -m tools.address https://github.com/owner/name` sets it, and rewrites the pages and the
+install cells of notebooks; without an argument it rewrites them by the one that is set. With
+--check it fails where a page is out of date.
 """
 
 import argparse
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -46,7 +50,9 @@ def badges(where: str) -> str:
     if not where:
         return ""
     shields, license = "https://img.shields.io/badge", f"{where}/blob/{BRANCH}/LICENSE"
+    tests = f"{where}/actions/workflows/tests.yml"
     return (
+        f"[![tests]({tests}/badge.svg)]({tests})\n"
         f"[![Python 3.11 or later]({shields}/python-3.11%2B-blue)]({where})\n"
         f"[![License: Apache-2.0]({shields}/license-Apache--2.0-green)]({license})\n"
     )
@@ -108,11 +114,23 @@ def urls(where: str) -> dict[str, str]:
     }
 
 
+def moved(text: str, where: str) -> str:
+    """Return pyproject.toml with another address."""
+    return re.sub(r'(?m)^address = ".*"$', lambda _: f'address = "{where.rstrip("/")}"', text)
+
+
 def main() -> None:
-    """Rewrites the pages; with --check, fails where one is out of date."""
+    """Sets the address where one is given, and rewrites the pages; --check only looks."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("where", nargs="?", help="the new address")
     parser.add_argument("--check", action="store_true")
-    check, stale = parser.parse_args().check, []
+    args = parser.parse_args()
+    check, stale = args.check, []
+    if args.where is not None:
+        project = ROOT / "pyproject.toml"
+        project.write_text(moved(project.read_text("utf-8"), args.where), encoding="utf-8")
+        fill = [sys.executable, "-m", "tools.notebooks", "--fill"]
+        subprocess.run(fill, cwd=ROOT, check=True)
     for name in PAGES:
         text = (ROOT / name).read_text(encoding="utf-8")
         new = filled(text, address())

@@ -27,17 +27,17 @@ NEEDS = "flax matplotlib"  # beside the package
 _BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
 _STYLE = ROOT / "benchmarks/style.py"
 _RUN = "from nbclient.cli import main; main()"
-_WITHOUT = """\
-# The package is on no index yet. Install it from a clone of its repository, with what notebooks
-# need:                pip install '.[notebooks]'
-# or anywhere else, as on Colab, from the wheel that `make wheel` builds in a clone:
-#                      pip install dist/*.whl {needs}
-import optax_lowmem as lowmem"""
-_WITH = """\
+_INSTALL = """\
+INSTALL = "{what}"  # for pip: a wheel's path or address, a name on an index, or git+https://...
 try:
     import optax_lowmem as lowmem
 except ImportError:
-    %pip install -q "optax-lowmem @ git+{where}" {needs}
+    if not INSTALL:
+        raise ImportError(
+            "optax_lowmem is on no index yet. Build a wheel in a clone (make wheel), upload it, "
+            "and set INSTALL to its path."
+        ) from None
+    %pip install -q "$INSTALL" {needs}
     import optax_lowmem as lowmem"""
 
 
@@ -64,7 +64,8 @@ def source(cell: dict[str, Any]) -> str:
 
 def install(where: str) -> str:
     """Return the first cell of code."""
-    return _WITH.format(where=where, needs=NEEDS) if where else _WITHOUT.format(needs=NEEDS)
+    what = f"optax-lowmem @ git+{where}" if where else ""
+    return _INSTALL.format(what=what, needs=NEEDS)
 
 
 def badge(name: str, where: str) -> str:

@@ -1,10 +1,15 @@
-"""Hooks of the site: links that leave docs/, which on a site lead to the project's address."""
+"""Hooks of the site: links that leave docs/, and the layout of pages of results."""
 
 import re
 from typing import Any
 
-from tools import address
+from tools import address, rendered
+from tools.rendered import on_files
 
+__all__ = ["on_config", "on_files", "on_page_content", "on_page_markdown"]
+
+RESULTS = "results/"  # evidence: behind the other pages in search, with wide tables
+_RENDERED = re.compile(r"((?:\.\./)+)(notebooks|examples)/(\w+)\.(?:ipynb|py)\)")
 _LEAVES = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)+[^)\s]*)\)")
 
 
@@ -21,10 +26,32 @@ def leaving(text: str, folder: str, where: str) -> str:
     return _LEAVES.sub(link, text)
 
 
+def inside(text: str, folder: str) -> str:
+    """Return a page of docs/`folder` whose links to notebooks and examples lead to their pages."""
+    up = "../" * len([part for part in folder.split("/") if part])
+
+    def link(found: re.Match) -> str:
+        kind, name = found[2], found[3]
+        page = f"{kind}/{name}.md"
+        return f"{up}{page})" if found[1] == f"../{up}" and page in rendered.pages() else found[0]
+
+    return _RENDERED.sub(link, text)
+
+
 def on_page_markdown(markdown: str, *, page: Any, **others: Any) -> str:
     """Rewrite the links of a page before it is converted (a hook of MkDocs)."""
+    if page.file.src_uri.startswith(RESULTS):
+        page.meta |= {"hide": ["toc"], "search": {"boost": 0.2}}
     folder = page.file.src_uri.rpartition("/")[0]
-    return leaving(markdown, folder, address.address())
+    return leaving(inside(markdown, folder), folder, address.address())
+
+
+def on_page_content(html: str, *, page: Any, **others: Any) -> str:
+    """Mark a page of results for the style sheet, and its tables as no text to search."""
+    if not page.file.src_uri.startswith(RESULTS):
+        return html
+    html = html.replace("<table>", "<table data-search-exclude>")
+    return f'<div class="evidence">\n{html}\n</div>'
 
 
 def on_config(config: Any, **others: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.peers import cases, device_loop, in_jax, in_torch
+from optax_lowmem._src.core import context
 from optax_lowmem._src.step import tuning
 
 IN_TORCH = ["-m", "benchmarks.peers.in_torch"]
@@ -60,7 +61,7 @@ def measure(one: Job) -> dict[str, Any]:
 
     tuned = tuning.parse(one["tuned"]) if "tuned" in one else None
     try:
-        with tuning.trying(tuned):
+        with context.stepping(tuning=tuned):
             made = in_jax.make(one["implementation"], one["leaf_set"], one["optimizer"])
             runner = device_loop.Runner(made, cases.LEAF_SETS[one["leaf_set"]](), steps)
         runner.start()

@@ -1,4 +1,4 @@
-"""The rows of the README: bytes, time and losses, from the newest records of each."""
+"""The rows of the front page: bytes, time and losses, from the newest records of each."""
 
 import statistics
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from benchmarks.claims import UNDECIDED, Missing
 from benchmarks.claims.flashoptim import of_examples, of_pairs
 from benchmarks.records import Rows, last, select
-from benchmarks.render import Rendered, Table
+from benchmarks.render import Table
 from benchmarks.suites.step.tables import BASE
 
 # runs, the largest first
@@ -55,6 +55,3 @@ def _losses(rows: Rows) -> Iterator[tuple[list[str], Rows]]:
         yield [name, *(f"{mean:.4f}" for mean in means), f"{means[1] / means[0]:.4f}"], found.rows
         if found.verdict != UNDECIDED:
             return
-
-
-TABLES = {"front": Rendered(front, "memory")}

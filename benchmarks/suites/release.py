@@ -88,39 +88,36 @@ def draw(rows: Rows) -> Any:
     if not found:
         raise SystemExit(f"no records of {CASE}: run release first")
     colors = (style.BLUE, style.SKY, style.ORANGE, style.GREEN, style.PURPLE, style.PALE)
-    figure, axes = plt.subplots(figsize=(8, 1.1 + 0.62 * len(found)))
-    small, limits = {"ha": "center", "size": 8}, []
-    offset = small | {"textcoords": "offset points"}
-    fits = {True: False, False: False}  # one of ours, optax's
-    for place, (name, own) in enumerate(found.items()):
+    figure, axes = plt.subplots(figsize=(6.6, 1.7 + 0.7 * len(found)))
+    limits, fits = [], {True: False, False: False}  # one of ours, optax's
+    for name, own in found.items():
         of, start, label = records.grouped(own, "metric"), 0.0, name.replace("`", "")
         label = label.replace(", ", "\n")
         for part, size in parts(name, own).items():
-            color, middle = colors[PARTS.index(part)], (start + size / 2, label)
+            color = colors[PARTS.index(part)]
             axes.barh(label, size, left=start, color=color, height=0.62)
-            if size > 3:
+            if size > 6:  # wide enough for its number
                 ink = "white" if part == "weights" else style.BLACK
-                axes.text(*middle, f"{size:.1f}", color=ink, va="center", **small)
-            if place == len(found) - 1 and size > 3:  # the largest has room for names
-                words = part.replace(" and ", "\nand ")
-                axes.annotate(words, middle, (0, -17), va="top", **offset)
-            elif part == "correction" and place == 0:
-                axes.annotate(part, middle, (0, 17), **offset)
+                axes.text(start + size / 2, label, f"{size:.1f}", color=ink, va="center",
+                          ha="center")  # fmt: skip
             start += size
         fits["optax" not in name] |= bool(of["fits"]["value"])
-        total = f"{start:.1f} GiB" + ("" if of["fits"]["value"] else ": out of memory")
-        axes.text(start + 1, label, total, va="center", weight="bold", size=9)
+        total = f"{start:.1f}" + ("" if of["fits"]["value"] else "\ndoes not fit")
+        axes.text(start + 1, label, total, va="center", weight="bold")
         limits += [row["value"] / GIB for row in own if row["metric"] == "limit_bytes"]
     for at in limits[-1:]:
         axes.axvline(at, color=style.BLACK, linewidth=1, linestyle="--", zorder=0)
-        axes.text(at + 1, -0.1, f"{at:.0f} GiB that JAX may take", size=8, va="center")
+        axes.text(at + 1, -0.1, f"{at:.0f} GiB: what JAX may use", va="center")
+    names = [axes.bar(0, 0, color=color, label=part)
+             for part, color in zip(PARTS, colors, strict=True)]  # fmt: skip
+    figure.legend(handles=names, loc="outside lower center", ncols=3, handlelength=1)
     alone = fits[True] and not fits[False]
-    says = "fits with 8-bit state, not with optax.adamw" if alone else "in memory"
+    says = "fits with 8-bit state, not with optax" if alone else "in memory"
     style.headline(figure, f"A training step of an 8B Llama {says}")
     axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
     axes.set(xlabel=f"GiB on one {own[0]['device']}", ylim=(len(found) - 0.25, -0.75))
-    axes.margins(x=0.2)
+    axes.set_xlim(0, 1.22 * max(bar.get_x() + bar.get_width() for bar in axes.patches))
     return figure
 
 

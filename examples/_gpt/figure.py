@@ -27,16 +27,16 @@ _SLOT_COLOURS = {
     "trace": "#E69F00",
 }
 _SPARE = ("#E69F00", "#009E73", "#F0E442", "#999999")
-_SAME = 0.5  # % of the loss: what "the same loss" in the title may hide
+_REACH = 0.5  # % of the loss: the least that the axis of differences spans
 _STYLE = {
     "font.family": "DejaVu Sans",
-    "font.size": 10,
+    "font.size": 12,
     "text.color": _INK,
     "axes.labelcolor": _INK,
     "axes.edgecolor": "#c8ced6",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.titlesize": 11.5,
+    "axes.titlesize": 12,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "xtick.color": _FAINT,
@@ -53,9 +53,9 @@ def draw(result: dict[str, Any], file: Path) -> None:
     runs = result["runs"]
     both = len(runs) == 2
     with plt.rc_context(_STYLE):
-        figure = plt.figure(figsize=(9, 5), layout="constrained")
+        figure = plt.figure(figsize=(8, 4.8), layout="constrained")
         grid = figure.add_gridspec(
-            2 if both else 1, 2, width_ratios=(1.75, 1), height_ratios=(3.4, 1) if both else (1,)
+            2 if both else 1, 2, width_ratios=(1.45, 1), height_ratios=(3.4, 1) if both else (1,)
         )
         curves = figure.add_subplot(grid[0, 0])
         _draw_curves(curves, result)
@@ -65,22 +65,21 @@ def draw(result: dict[str, Any], file: Path) -> None:
         else:
             curves.set_xlabel("step")
         _draw_memory(figure.add_subplot(grid[:, 1]), runs)
-        figure.suptitle(_message(result), x=0.01, ha="left", fontsize=13, fontweight="bold")
+        figure.suptitle(_message(result), x=0.01, ha="left", fontsize=12, fontweight="bold")
         figure.savefig(file, dpi=150, facecolor="white")
         plt.close(figure)
 
 
 def _message(result: dict[str, Any]) -> str:
-    """Say what the run shows: bytes, and the loss if it is the same."""
+    """Say what the run shows: bytes of weights, gradients and state, and the change of the loss."""
     runs, settings = result["runs"], result["settings"]
     parameters = next(iter(runs.values()))["parameters"]
-    model = f"{settings['optimizer']} on a GPT of {parameters / 1e6:.1f}M parameters"
+    model = f"{settings['optimizer']}, a GPT of {parameters / 1e6:.1f}M parameters"
     if len(runs) < 2:
         return f"{model}, {result['data']['source']}"
     share = runs[LOWMEM]["bytes_per_param"]["total"] / runs[F32]["bytes_per_param"]["total"]
     over = 100 * (runs[LOWMEM]["val_loss"] / runs[F32]["val_loss"] - 1)
-    loss = "the same loss" if abs(over) < _SAME else f"a loss {over:+.1f} % from f32's"
-    return f"{share:.0%} of the memory, {loss}: {model}"
+    return f"{share:.0%} of the bytes per parameter, loss {over:+.2f} %: {model}"
 
 
 def _curves(run: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -107,7 +106,7 @@ def _draw_curves(axes: plt.Axes, result: dict[str, Any]) -> None:
         )
     seeds = len(result["seeds"])
     mean = f", mean of {seeds} seeds" if seeds > 1 else ""
-    axes.set_title(f"Validation loss, nats per {unit}{mean}")
+    axes.set_title(f"Held-out loss, nats per {unit}{mean}")
     axes.set_ylim(*_loss_limits(result))
     axes.grid(axis="y")
     axes.legend(loc="upper right", handlelength=2.4, labelcolor="linecolor")
@@ -124,7 +123,7 @@ def _loss_limits(result: dict[str, Any]) -> tuple[float, float]:
 def _draw_difference(axes: plt.Axes, result: dict[str, Any]) -> None:
     steps, plain = _curves(result["runs"][F32])
     difference = 100 * (_curves(result["runs"][LOWMEM])[1] - plain) / plain
-    reach = max(_SAME, 1.25 * np.abs(difference).max())
+    reach = max(_REACH, 1.25 * np.abs(difference).max())
     axes.axhline(0, color=_COLOURS[F32], lw=2)
     axes.fill_between(
         steps, difference.min(0), difference.max(0), color=_COLOURS[LOWMEM], alpha=0.2, lw=0
@@ -164,12 +163,12 @@ def _draw_memory(axes: plt.Axes, runs: dict[str, Any]) -> None:
                      edgecolor="white", linewidth=0 if scales else 0.8)  # fmt: skip
             if size > 0.03 * tallest:
                 axes.text(x, top + size / 2, f"{slot}  {size:.2f}", ha="center", va="center",
-                          color=_contrast(colours[slot]), fontsize=9)  # fmt: skip
+                          color=_contrast(colours[slot]), fontsize=9.5)  # fmt: skip
             top += size
         share = f"  ({top / tallest:.0%})" if top < 0.999 * tallest else ""
         axes.text(x, top + 0.02 * tallest, f"{top:.2f}{share}", ha="center", va="bottom",
                   fontsize=15, fontweight="bold", color=_COLOURS[impl])  # fmt: skip
-        axes.text(x, -0.02 * tallest, _NAMES[impl], ha="center", va="top", fontsize=10)
+        axes.text(x, -0.02 * tallest, _NAMES[impl], ha="center", va="top", fontsize=11)
     axes.set_title("Bytes per parameter")
     axes.set_xlim(-0.6, len(runs) - 0.4)
     axes.set_ylim(0, 1.1 * tallest)

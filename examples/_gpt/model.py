@@ -9,31 +9,42 @@ from flax import nnx
 from .config import ModelShape
 
 
-def dense(inputs: int, outputs: int, scale: float, rngs: nnx.Rngs) -> nnx.Linear:
-    """A matrix without bias, normally distributed."""
+def dense(
+    inputs: int, outputs: int, scale: float, rngs: nnx.Rngs, bias: bool = False
+) -> nnx.Linear:
+    """A matrix, normally distributed."""
     init = nnx.initializers.normal(scale)
-    return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=init, rngs=rngs)
+    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)
 
 
-def _normalise(x):
+def _normalise(x, epsilon=1e-6):
     """x / RMS(x) over the last axis, in f32."""
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + epsilon)
 
 
 class RMSNorm(nnx.Module):
-    """RMS normalisation with f32 arithmetic; the result has the input's dtype."""
+    """RMS normalisation with f32 arithmetic; the result has the input's dtype.
 
-    def __init__(self, width: int):
-        self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
+    `offset` is added to the stored scale: 1 in Gemma.
+    """
+
+    def __init__(self, width: int, epsilon: float = 1e-6, offset: float = 0.0):
+        self.scale = nnx.Param(jnp.full((width,), 1.0 - offset, jnp.float32))
+        self.epsilon, self.offset = epsilon, offset
 
     def __call__(self, x):
-        return (_normalise(x) * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        scale = self.scale[...].astype(jnp.float32) + self.offset
+        return (_normalise(x, self.epsilon) * scale).astype(x.dtype)
 
 
-def rotary_angles(length: int, head: int, base: float = 10_000.0):
+def frequencies(head: int, base: float = 10_000.0):
+    """Rotary frequencies, in radians per position, [head / 2]."""
+    return base ** (-jnp.arange(0, head, 2) / head)
+
+
+def rotary_angles(length: int, frequency):
     """Cosines and sines of the rotary position embedding, each [length, 1, head / 2]."""
-    frequency = base ** (-jnp.arange(0, head, 2) / head)
     angle = jnp.arange(length)[:, None, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
 
@@ -109,7 +120,7 @@ class GPT(nnx.Module):
         embed = self.embed[...]
         # sqrt(width) gives rows of unit scale to the layers, from a matrix scaled for the logits.
         x = embed[tokens] * jnp.asarray(embed.shape[1] ** 0.5, embed.dtype)
-        rotary = rotary_angles(tokens.shape[1], self.head_size)
+        rotary = rotary_angles(tokens.shape[1], frequencies(self.head_size))
         for block in self.blocks:
             x = block(x, rotary)
         head = self.lm_head[...] if hasattr(self, "lm_head") else embed

@@ -40,7 +40,7 @@ def attention(settings: Settings) -> str:
     """cuDNN's where it takes the model's heads, which is faster and keeps no scores."""
     if settings.attention != AUTO:
         return settings.attention
-    head = settings.shape.width // settings.shape.heads
+    head = settings.shape.head_width
     takes = settings.compute in ("bfloat16", "float16") and head <= 128 and head % 8 == 0
     return CUDNN if takes and _capability(jax.local_devices()[0]) >= 8.0 else XLA
 

@@ -28,10 +28,40 @@ LINEARS: dict[str, Any] = {STANDARD: None} | {
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A Llama: `hidden` is the width of its MLP; a key's head serves heads / kv_heads queries.
+class RopeScaling:
+    """Rotary frequencies divided by `factor`.
 
-    `tied`: whether the output head is the embedding. `rope`: the base of rotary frequencies.
+    With `original` (Llama 3), those of wavelengths below original / high stay, those above
+    original / low are divided, and those between are interpolated.
+    """
+
+    factor: float
+    original: int = 0
+    low: float = 1.0
+    high: float = 4.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder: Llama, and what Mistral, Qwen and Gemma add to it.
+
+    Attributes:
+      hidden: width of the MLP.
+      kv_heads: heads of keys and values; each serves heads / kv_heads queries.
+      rope: base of the rotary frequencies.
+      tied: whether the output head is the embedding.
+      head: width of a head; None: width / heads.
+      epsilon: of the norms.
+      scaling: of the rotary frequencies.
+      bias: whether queries, keys and values have biases (Qwen2).
+      head_norms: whether queries and keys are normalized (Qwen3, Gemma 3).
+      gemma: norms with scale 1 + w, before and after attention and MLP; GELU; a scaled embedding.
+      query_scale: factor of the attention scores; None: head^-0.5.
+      score_cap: c replaces scores s by c tanh(s / c).
+      logit_cap: likewise, of the logits.
+      window: positions that a sliding layer attends to.
+      sliding: which layers slide; empty: none.
+      local_rope: base of the unscaled rotary frequencies of sliding layers; None: as others.
     """
 
     layers: int
@@ -42,12 +72,30 @@ class Shape:
     vocab: int
     rope: float = 10_000.0
     tied: bool = False
+    head: int | None = None
+    epsilon: float = 1e-6
+    scaling: RopeScaling | None = None
+    bias: bool = False
+    head_norms: bool = False
+    gemma: bool = False
+    query_scale: float | None = None
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    window: int = 0
+    sliding: tuple[bool, ...] = ()
+    local_rope: float | None = None
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.head or self.width // self.heads
 
     def flops_per_token(self, sequence: int) -> float:
         """Of a training step: 6 for each weight of a matrix, and those of causal attention."""
-        kept = 2 * self.width * (1 + self.kv_heads / self.heads) + 3 * self.hidden
+        heads = self.heads * self.head_width
+        kept = 2 * heads * (1 + self.kv_heads / self.heads) + 3 * self.hidden
         matrices = self.layers * self.width * kept + self.width * self.vocab
-        return 6.0 * (matrices + self.layers * self.width * sequence)
+        return 6.0 * (matrices + self.layers * heads * sequence)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,13 @@ _SPECS = {
     **dict.fromkeys(("o_proj", "down_proj"), P("tensor", "fsdp")),
 }
 
+# of a leaf beside a matrix, from the spec of that matrix
+_OF_LEAVES = {
+    "bias": lambda spec: spec[1:],
+    "lora_a": lambda spec: (spec[0], None),
+    "lora_b": lambda spec: (None, spec[1]),
+}
+
 
 def make_mesh(settings: Settings) -> Mesh:
     """The mesh; its axes are Auto: XLA partitions what is not ours."""
@@ -41,6 +48,7 @@ def parameter_specs(params: Any) -> Any:
     def of(keys: tuple[Any, ...], leaf: Any) -> P:
         path = leaf_path(keys).split("/")
         spec = next((_SPECS[name] for name in path if name in _SPECS), ())  # norms: everywhere
+        spec = _OF_LEAVES.get(path[-1], lambda spec: spec)(spec)
         return P(*(None,) * (leaf.ndim - len(spec)), *spec) if spec else P()  # of a stack: each
 
     return jax.tree_util.tree_map_with_path(of, params)

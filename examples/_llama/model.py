@@ -1,73 +1,169 @@
-"""A Llama in Flax NNX: a scan runs stacked layers, so that compiling is as long for 32 of them as
-for 4, or each layer has weights of its own, which are not copied to and from stacks."""
+"""A Llama, and its relatives by Mistral, Qwen and Google, in Flax NNX: a scan runs stacked layers,
+so that compiling is as long for 32 of them as for 4, or each layer has weights of its own, which
+are not copied to and from stacks."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from _gpt.model import RMSNorm, dense, rotary_angles, rotate
+from _gpt.model import RMSNorm, dense, frequencies, rotary_angles, rotate
 from flax import nnx
 
 from optax_lowmem import layers, memory
 
-from .config import DOTS, FP8, FULL, LEAN, NONE, STANDARD, XLA, Shape
+from .config import DOTS, FP8, FULL, LEAN, NONE, STANDARD, XLA, RopeScaling, Shape
 
 Constraint = Callable[[jax.Array], jax.Array]
 LAYERS = "layers"  # the parameters of layers: with the layers on axis 0, or a list of them
+
+
+class Packed(NamedTuple):
+    """A batch of several texts per row, which do not see each other.
+
+    Attributes:
+      tokens: [batch, length + 1].
+      segments: [batch, length + 1], the number of each token's text.
+      weights: [batch, length], of the loss of tokens 1, 2, ...: the loss is the weighted sum.
+    """
+
+    tokens: jax.Array
+    segments: jax.Array
+    weights: jax.Array
+
+
+def _scaled(frequency: jax.Array, scaling: RopeScaling | None) -> jax.Array:
+    if scaling is None:
+        return frequency
+    if not scaling.original:
+        return frequency / scaling.factor
+    turns = scaling.original * frequency / (2 * math.pi)
+    kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    return kept * frequency + (1 - kept) * frequency / scaling.factor
+
+
+def visible(
+    length: int, window: int, sliding: bool | jax.Array, segments: jax.Array | None
+) -> jax.Array | None:
+    """Which keys a query sees of those before it, [batch or 1, 1, query, key]; None: all.
+
+    `sliding` may be traced, in a scan over layers of both kinds.
+    """
+    mask = None
+    if 0 < window < length and sliding is not False:
+        positions = jnp.arange(length)
+        near = positions[:, None] - positions < window
+        mask = (near | jnp.logical_not(sliding))[None, None]
+    if segments is not None:
+        same = segments[:, None, :, None] == segments[:, None, None, :]
+        mask = same if mask is None else mask & same
+    return mask
+
+
+def capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """c tanh(x / c)."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, shape: Shape, kind: str
+) -> jax.Array:
+    """Causal attention of queries [batch, length, heads, head] to keys of `kv_heads`."""
+    scale = shape.query_scale or shape.head_width**-0.5
+    if shape.score_cap is None:
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, scale=scale, is_causal=True, implementation=kind
+        )
+    batch, length, _, head = q.shape
+    q = q.reshape(batch, length, shape.kv_heads, -1, head)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, preferred_element_type=jnp.float32)
+    scores = capped(scores * scale, shape.score_cap)
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    seen = causal if mask is None else (mask & causal)[:, :, None]
+    shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1).astype(v.dtype)
+    return jnp.einsum("bhgqk,bkhd->bqhgd", shares, v).reshape(batch, length, -1, head)
 
 
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions; several queries share a key and value."""
 
     def __init__(self, shape: Shape, attention: str, rngs: nnx.Rngs):
-        self.head, self.rope, self.kind = shape.width // shape.heads, shape.rope, attention
-        width, kv, scale = shape.width, shape.kv_heads * self.head, shape.width**-0.5
-        self.q_proj = dense(width, width, scale, rngs)
-        self.k_proj = dense(width, kv, scale, rngs)
-        self.v_proj = dense(width, kv, scale, rngs)
-        self.o_proj = dense(width, width, scale * (2 * shape.layers) ** -0.5, rngs)
+        self.shape, self.kind = shape, attention
+        width, scale = shape.width, shape.width**-0.5
+        heads, kv = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+        self.q_proj = dense(width, heads, scale, rngs, shape.bias)
+        self.k_proj = dense(width, kv, scale, rngs, shape.bias)
+        self.v_proj = dense(width, kv, scale, rngs, shape.bias)
+        self.o_proj = dense(heads, width, scale * (2 * shape.layers) ** -0.5, rngs)
+        if shape.head_norms:
+            self.q_norm, self.k_norm = norm(shape, shape.head_width), norm(shape, shape.head_width)
 
-    def __call__(self, x):
+    def __call__(self, x, sliding=False, segments=None):
         batch, length, _ = x.shape
         q, k, v = (
-            project(x).reshape(batch, length, -1, self.head)
+            project(x).reshape(batch, length, -1, self.shape.head_width)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        rotary = rotary_angles(length, self.head, self.rope)
+        if self.shape.head_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        rotary = self._rotary(length, sliding)
         q, k = rotate(q, rotary), rotate(k, rotary)
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.kind)
+        mask = visible(length, self.shape.window, sliding, segments)
+        mixed = attend(q, k, v, mask, self.shape, self.kind)
         return self.o_proj(mixed.reshape(batch, length, -1))
+
+    def _rotary(self, length, sliding):
+        own = self.shape
+        frequency = _scaled(frequencies(own.head_width, own.rope), own.scaling)
+        if own.local_rope is not None:
+            local = frequencies(own.head_width, own.local_rope)
+            frequency = jnp.where(sliding, local, frequency)
+        return rotary_angles(length, frequency)
+
+
+def norm(shape: Shape, width: int) -> RMSNorm:
+    """A norm of a decoder."""
+    return RMSNorm(width, shape.epsilon, 1.0 if shape.gemma else 0.0)
 
 
 class MLP(nnx.Module):
-    """SwiGLU: a matrix product gates another."""
+    """SwiGLU: a matrix product gates another. Gemma's gate is a GELU."""
 
     def __init__(self, shape: Shape, rngs: nnx.Rngs):
         width, hidden, scale = shape.width, shape.hidden, shape.width**-0.5
+        self.gate = jax.nn.gelu if shape.gemma else jax.nn.silu
         self.gate_proj = dense(width, hidden, scale, rngs)
         self.up_proj = dense(width, hidden, scale, rngs)
         self.down_proj = dense(hidden, width, hidden**-0.5 * (2 * shape.layers) ** -0.5, rngs)
 
     def __call__(self, x):
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.gate(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nnx.Module):
     """One layer."""
 
     def __init__(self, shape: Shape, attention: str, rngs: nnx.Rngs):
-        self.input_norm = RMSNorm(shape.width)
+        self.gemma = shape.gemma
+        self.input_norm = norm(shape, shape.width)
         self.self_attn = Attention(shape, attention, rngs)
-        self.post_attention_norm = RMSNorm(shape.width)
+        self.post_attention_norm = norm(shape, shape.width)
+        if self.gemma:
+            self.pre_feedforward_norm = norm(shape, shape.width)
+            self.post_feedforward_norm = norm(shape, shape.width)
         self.mlp = MLP(shape, rngs)
 
-    def __call__(self, x):
-        x = x + self.self_attn(self.input_norm(x))
+    def __call__(self, x, sliding=False, segments=None):
+        mixed = self.self_attn(self.input_norm(x), sliding, segments)
+        if self.gemma:
+            x = x + self.post_attention_norm(mixed)
+            return x + self.post_feedforward_norm(self.mlp(self.pre_feedforward_norm(x)))
+        x = x + mixed
         return x + self.mlp(self.post_attention_norm(x))
 
 
@@ -77,20 +173,59 @@ class Ends(nnx.Module):
     def __init__(self, shape: Shape, rngs: nnx.Rngs):
         embedding = nnx.initializers.normal(shape.width**-0.5)
         self.embed_tokens = nnx.Embed(shape.vocab, shape.width, embedding_init=embedding, rngs=rngs)
-        self.norm = RMSNorm(shape.width)
+        self.norm = norm(shape, shape.width)
         if not shape.tied:
             self.lm_head = dense(shape.width, shape.vocab, shape.width**-0.5, rngs)
 
-    def mean_loss(self, x, targets, loss):
-        """In nats a token, in f32; `loss` as `layers.linear_cross_entropy`."""
-        tied = not hasattr(self, "lm_head")
-        head = self.embed_tokens.embedding[...] if tied else self.lm_head.kernel[...]
-        return loss(self.norm(x), head, targets, vocab_axis=0 if tied else 1)
+    def head(self):
+        """The output head, and its axis of the vocabulary."""
+        if hasattr(self, "lm_head"):
+            return self.lm_head.kernel[...], 1
+        return self.embed_tokens.embedding[...], 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Adapters of the matrices with these names: x W + alpha / rank (x A) B."""
+
+    names: tuple[str, ...]
+    rank: int
+    alpha: float
+
+
+class Adapted(nnx.Module):
+    """A matrix with an adapter, whose B starts at zero."""
+
+    def __init__(self, base: nnx.Linear, lora: Lora, rngs: nnx.Rngs):
+        width, outputs = base.kernel.shape
+        self.kernel, self.bias, self.scale = base.kernel, base.bias, lora.alpha / lora.rank
+        bound = width**-0.5
+        drawn = jax.random.uniform(rngs.params(), (width, lora.rank), minval=-bound, maxval=bound)
+        self.lora_a = nnx.Param(drawn)
+        self.lora_b = nnx.Param(jnp.zeros((lora.rank, outputs)))
+
+    def __call__(self, x):
+        y = x @ self.kernel[...]
+        if self.bias is not None:
+            y = y + self.bias[...]
+        return y + (x @ self.lora_a[...]) @ self.lora_b[...] * self.scale
+
+
+def adapt(block: Block, lora: Lora, rngs: nnx.Rngs) -> None:
+    """Give the matrices of a layer that `lora` names an adapter."""
+    for parent in (block.self_attn, block.mlp):
+        for name in lora.names:
+            if hasattr(parent, name):
+                setattr(parent, name, Adapted(getattr(parent, name), lora, rngs))
 
 
 def is_norm(path: str) -> bool:
     """Return whether a parameter is the scale of a norm."""
     return path.endswith("scale")
+
+
+def _tokens(batch: jax.Array | Packed) -> jax.Array:
+    return batch.tokens if isinstance(batch, Packed) else batch
 
 
 def leaf_path(keys: tuple[Any, ...]) -> str:
@@ -114,6 +249,32 @@ _RECIPES = {
 _POLICIES = {DOTS: _keeps, FULL: None}
 
 
+def part(tree: Any, keep: Callable[[str], bool], path: str = "") -> Any:
+    """Return the parameters whose paths `keep` selects, as a tree without the others."""
+    if isinstance(tree, list):
+        return [part(own, keep, f"{path}{i}/") for i, own in enumerate(tree)]
+    found = {}
+    for name, own in tree.items():
+        if not isinstance(own, dict | list):
+            found |= {name: own} if keep(path + name) else {}
+        elif below := part(own, keep, f"{path}{name}/"):
+            found[name] = below
+    return found
+
+
+def joined(one: Any, other: Any) -> Any:
+    """Return the tree whose parts are `one` and `other`."""
+    if isinstance(one, list):
+        return [joined(*both) for both in zip(one, other, strict=True)]
+    both = {name: joined(own, other[name]) for name, own in one.items() if name in other}
+    return one | other | both
+
+
+def is_adapter(path: str) -> bool:
+    """Return whether a parameter belongs to an adapter."""
+    return path.endswith(("lora_a", "lora_b"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Llama:
     """The model as functions of its parameters, in stages: what is first, a layer, what is last.
@@ -130,6 +291,7 @@ class Llama:
       dot_general: of the matrices of layers; None: JAX's.
       activations: `lean`: the backward pass is given the inputs of norms and activation functions
         alone, and products' results; `fp8`: codes of them in 8 bits.
+      lora: adapters of the layers' matrices.
       stacked: whether the parameters of all layers are one tree, with the layers on axis 0, which a
         scan goes along; else they are a list of trees.
       unroll: layers in a step of the scan; the arrays of a step are not copied to and from stacks.
@@ -143,16 +305,23 @@ class Llama:
     constrain: Constraint = lambda x: x
     dot_general: Any = None
     activations: str = STANDARD
+    lora: Lora | None = None
     stacked: bool = True
     unroll: int = 1
     loss: Callable[..., jax.Array] = layers.linear_cross_entropy
 
     def _block(self, key: jax.Array) -> Block:
-        return Block(self.shape, self.attention, nnx.Rngs(key))
+        rngs = nnx.Rngs(key)
+        block = Block(self.shape, self.attention, rngs)
+        if self.lora is not None:
+            adapt(block, self.lora, rngs)
+        return block
 
     def _low_memory_block(self, key: jax.Array) -> layers.Fp8LlamaBlock:
         own, heads = self.shape, (self.shape.heads, self.shape.kv_heads)
-        more = dict(rope=own.rope, attention=self.attention, rngs=nnx.Rngs(key))
+        more = dict(
+            rope=own.rope, epsilon=own.epsilon, attention=self.attention, rngs=nnx.Rngs(key)
+        )
         more["recipe"] = _RECIPES[self.activations]
         return layers.Fp8LlamaBlock(own.width, own.hidden, *heads, **more)
 
@@ -183,6 +352,29 @@ class Llama:
             drawn = [jax.tree.map(lambda w, i=i: w[i], drawn) for i in range(number)]
         return stored(self._ends(of_ends)) | {LAYERS: drawn}
 
+    def adapters(self, key: jax.Array) -> dict[str, Any]:
+        """Initial adapters, in f32; `joined` with the weights, they are the model's parameters."""
+
+        @jax.jit  # which draws nothing else
+        def drawn() -> Any:
+            return part(self.weights(key, lambda path: jnp.float32), is_adapter)
+
+        return drawn()
+
+    def merged(self, params: Any) -> Any:
+        """Return weights without adapters: W + alpha / rank A B, in the dtype of W."""
+        if isinstance(params, list):
+            return [self.merged(own) for own in params]
+        if not isinstance(params, dict):
+            return params
+        if "lora_a" in params:
+            assert self.lora is not None
+            a, b = (params[name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
+            w = params["kernel"]
+            more = self.lora.alpha / self.lora.rank * jnp.matmul(a, b)
+            params = {**params, "kernel": (w.astype(jnp.float32) + more).astype(w.dtype)}
+        return {n: self.merged(own) for n, own in params.items() if not is_adapter(n)}
+
     @functools.cached_property
     def _graphs(self) -> tuple[Any, Any]:
         key = jax.random.key(0)
@@ -201,11 +393,18 @@ class Llama:
 
         return jax.tree_util.tree_map_with_path(cast, params)
 
-    def first(self, rest: Any, tokens: jax.Array) -> jax.Array:
-        """[batch, length, width] of `tokens` [batch, length + 1]."""
+    def first(self, rest: Any, batch: jax.Array | Packed) -> jax.Array:
+        """[batch, length, width] of tokens [batch, length + 1]."""
+        return self.embedded(rest, _tokens(batch)[:, :-1])
+
+    def embedded(self, rest: Any, tokens: jax.Array) -> jax.Array:
+        """What the first layer is given, [batch, length, width]."""
         # read as f32, so that the gradients of a frequent token's thousand places are added in f32
         table = rest["embed_tokens"]["embedding"].astype(jnp.float32)
-        return self.constrain(table[tokens[:, :-1]].astype(self.compute))
+        x = table[tokens].astype(self.compute)
+        if self.shape.gemma:
+            x = x * jnp.asarray(self.shape.width**0.5, x.dtype)
+        return self.constrain(x)
 
     def quantized_weights(self, params: Any) -> Any:
         """Quantize the weights of layers, for `__call__` while they stay the same."""
@@ -215,37 +414,115 @@ class Llama:
         return [layers.fp8_flow.quantized_weights(own) for own in of_layers]
 
     def layer(
-        self, own: Any, rest: Any, x: jax.Array, tokens: jax.Array, codes: Any = None
+        self,
+        own: Any,
+        rest: Any,
+        x: jax.Array,
+        batch: jax.Array | Packed | None,
+        codes: Any = None,
+        sliding: bool | jax.Array | None = None,
     ) -> jax.Array:
-        """One layer, of parameters without the axis of layers; `codes` of its weights."""
-        del rest, tokens
-        given = {} if codes is None else {"codes": codes}
+        """One layer, of parameters without the axis of layers.
+
+        Args:
+          own: its parameters.
+          rest: not read.
+          x: its input.
+          batch: whose segments attention does not leave.
+          codes: of its weights.
+          sliding: whether its attention has a window; None: as in all layers.
+        """
+        del rest
+        given: dict[str, Any] = {} if codes is None else {"codes": codes}
+        if self.activations == STANDARD:
+            given |= {"sliding": self.slides[0] if sliding is None else sliding}
+            if isinstance(batch, Packed):
+                given |= {"segments": batch.segments[:, :-1]}
         return self.constrain(nnx.merge(self._graphs[1], self._computing(own))(x, **given))
 
-    def last(self, rest: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
-        """The mean loss in nats a token, in f32."""
+    @property
+    def slides(self) -> tuple[bool, ...]:
+        """Whether each layer's attention has a window."""
+        return self.shape.sliding or (False,) * self.shape.layers
+
+    def _merged_ends(self, rest: Any) -> Ends:
         own = {name: tree for name, tree in rest.items() if name != LAYERS}
-        ends = nnx.merge(self._graphs[0], self._computing(own))
-        return ends.mean_loss(x, tokens[:, 1:], self.loss)
+        return nnx.merge(self._graphs[0], self._computing(own))
 
-    def __call__(self, params: Any, tokens: jax.Array, codes: Any = None) -> jax.Array:
-        """The loss of `tokens` [batch, length + 1]; `codes`: of `quantized_weights`."""
-        return self.beyond(self.first(params, tokens), params, tokens, codes)
+    def last(self, rest: Any, x: jax.Array, batch: jax.Array | Packed) -> jax.Array:
+        """The mean loss in nats a token, or its weighted sum, in f32."""
+        ends, given = self._merged_ends(rest), {}
+        head, vocab_axis = ends.head()
+        if isinstance(batch, Packed):
+            given = {"weights": batch.weights, "reduction": "sum"}
+        if self.shape.logit_cap is not None:
+            given["soft_cap"] = self.shape.logit_cap
+        targets = _tokens(batch)[:, 1:]
+        return self.loss(ends.norm(x), head, targets, vocab_axis=vocab_axis, **given)
 
-    def beyond(self, x: jax.Array, params: Any, tokens: jax.Array, codes: Any = None) -> jax.Array:
+    def __call__(self, params: Any, batch: jax.Array | Packed, codes: Any = None) -> jax.Array:
+        """The loss of tokens [batch, length + 1]; `codes`: of `quantized_weights`."""
+        return self.beyond(self.first(params, batch), params, batch, codes)
+
+    def beyond(
+        self, x: jax.Array, params: Any, batch: jax.Array | Packed, codes: Any = None
+    ) -> jax.Array:
         """The loss, from what goes into the layers."""
+        return self.last(params, self.through_layers(x, params, batch, codes), batch)
 
-        def body(x: jax.Array, given: tuple[Any, Any]) -> tuple[jax.Array, None]:
-            own, of_own = given
-            return self.layer(own, params, x, tokens, of_own), None
+    def through_layers(
+        self, x: jax.Array, params: Any, batch: jax.Array | Packed | None, codes: Any = None
+    ) -> jax.Array:
+        """What comes out of the layers."""
 
-        body = self.rematerialised(body)
+        def body(sliding: bool, x: jax.Array, given: tuple[Any, ...]) -> tuple[jax.Array, None]:
+            own, of_own, *flag = given
+            return self.layer(own, params, x, batch, of_own, *flag or [sliding]), None
+
+        slides = self.slides
         if self.stacked:
-            x, _ = jax.lax.scan(body, x, (params[LAYERS], codes), unroll=self.unroll)
-        else:
-            for given in zip(params[LAYERS], codes or [None] * self.shape.layers, strict=True):
-                x, _ = body(x, given)
-        return self.last(params, x, tokens)
+            flags = [jnp.array(slides)] if len(set(slides)) > 1 else []
+            step = self.rematerialised(functools.partial(body, slides[0]))
+            return jax.lax.scan(step, x, (params[LAYERS], codes, *flags), unroll=self.unroll)[0]
+        for own, of_own, sliding in zip(
+            params[LAYERS], codes or [None] * self.shape.layers, slides, strict=True
+        ):
+            x, _ = self.rematerialised(functools.partial(body, sliding))(x, (own, of_own))
+        return x
+
+    def logits(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Logits in f32, [batch, length, vocab], of the token after each one of `tokens`."""
+        x = self.through_layers(self.embedded(params, tokens), params, None)
+        return self.logits_of(params, x)
+
+    def logits_of(self, params: Any, x: jax.Array) -> jax.Array:
+        """Logits in f32, of what comes out of the layers."""
+        ends = self._merged_ends(params)
+        head, vocab_axis = ends.head()
+        axes = ((x.ndim - 1,), (1 - vocab_axis,)), ((), ())
+        found = jax.lax.dot_general(ends.norm(x), head, axes, preferred_element_type=jnp.float32)
+        return capped(found, self.shape.logit_cap)
+
+    def generate(
+        self, params: Any, prompt: jax.Array, number: int, key: jax.Array, temperature: float = 0.0
+    ) -> jax.Array:
+        """Continue a prompt [batch, length] by `number` tokens; at temperature 0, the likeliest.
+
+        Every token runs the model on the whole text: for samples, not for serving.
+        """
+        batch, length = prompt.shape
+        text = jnp.zeros((batch, length + number), prompt.dtype).at[:, :length].set(prompt)
+
+        def append(at: jax.Array, text: jax.Array) -> jax.Array:
+            x = self.through_layers(self.embedded(params, text), params, None)
+            logits = self.logits_of(params, jax.lax.dynamic_index_in_dim(x, at - 1, 1, False))
+            if temperature:
+                drawn = jax.random.categorical(jax.random.fold_in(key, at), logits / temperature)
+            else:
+                drawn = jnp.argmax(logits, -1)
+            return text.at[:, at].set(drawn.astype(text.dtype))
+
+        return jax.lax.fori_loop(length, length + number, append, text)
 
     def rematerialised(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """A layer's function, whose gradient computes anew what `remat` says."""

@@ -42,11 +42,12 @@ def hidden(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
-def _arguments(settings: Settings) -> dict[str, Any]:
+def _arguments(settings: Settings, weight_decay: float | None) -> dict[str, Any]:
     name, shape = settings.optimizer, settings.shape
     record = lowmem.OPTIMIZERS["flash_adamw" if name in (PLAIN, SPLIT) else name]
+    decay = _DECAYS.get(name, _DECAY) if weight_decay is None else weight_decay
     known: dict[str, Any] = {
-        "weight_decay": _DECAYS.get(name, _DECAY),
+        "weight_decay": decay,
         "mask": decayed,
         "muon_weight_dimension_numbers": hidden,
         "adam_b2": 0.95,
@@ -63,11 +64,16 @@ def _maker(name: str) -> Callable[..., optax.GradientTransformation]:
     return optax.adamw if name == PLAIN else lowmem.OPTIMIZERS[name].make
 
 
-def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """The optimizer, inside the noise and behind clipping, where the run has them."""
-    schedule = warmup_cosine(settings.learning_rate, settings.steps)
+def make_optimizer(
+    settings: Settings, schedule: optax.Schedule | None = None, weight_decay: float | None = None
+) -> optax.GradientTransformation:
+    """The optimizer, inside the noise and behind clipping, where the run has them.
+
+    The schedule is a cosine by default, and the weight decay that of training from scratch.
+    """
+    schedule = schedule or warmup_cosine(settings.learning_rate, settings.steps)
     plain = settings.optimizer == PLAIN
-    tx = _maker(settings.optimizer)(schedule, **_arguments(settings))
+    tx = _maker(settings.optimizer)(schedule, **_arguments(settings, weight_decay))
     if settings.noise:
         # optax.adamw splits no master weights: f32 ones are kept beside what the loss sees
         more = {"clean_dtype": "float32"} if plain else {}

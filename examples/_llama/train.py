@@ -146,7 +146,7 @@ def make_program(settings: Settings) -> Program:
     codes_bytes = _codes_bytes(model, params, places[0]) if once else 0
     settings = choose.resolved(settings, fixed_bytes, kept_bytes, codes_bytes)
     model = dataclasses.replace(model, remat=settings.remat)
-    step = (_released if settings.release else _ordinary)(model, tx, settings, where)
+    step = (released if settings.release else _ordinary)(model, tx, settings, where)
 
     def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -211,7 +211,7 @@ def _ordinary(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) 
     return step
 
 
-def _released(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
+def released(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
     """Each layer's gradient, then its step, before the gradient of the layer below is taken."""
     layered = release.Layered(model.first, {LAYERS: model.layer}, model.last)
     chosen = None if settings.implementation == "auto" else settings.implementation

@@ -19,8 +19,7 @@ from optax_lowmem._src.core import array_metadata
 from optax_lowmem._src.step import masters
 from optax_lowmem._src.wrappers import chain
 from optax_lowmem._src.wrappers.accumulate import accumulate_gradients
-from optax_lowmem._src.wrappers.init import init
-from optax_lowmem._src.wrappers.start import WeightDtype
+from optax_lowmem._src.wrappers.init import WeightDtype, init
 
 try:
     from flax import core, nnx

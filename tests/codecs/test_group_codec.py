@@ -81,9 +81,7 @@ def by_reference(codec, arrays, cases, key):
             for x, (_, size, _) in zip(arrays, cases, strict=True)
         ]
         rows = zip(stored, cases, arrays, strict=True)
-        return [
-            (*s, group_codec.decode_plain(codec, *s, n, x.shape[-1])) for s, (_, n, _), x in rows
-        ]
+        return [(*s, codecs.decode_array(codec, *s, n, x.shape[-1])) for s, (_, n, _), x in rows]
 
     return run(arrays)
 
@@ -233,7 +231,7 @@ def test_vmap(name, backend):
         functools.partial(f, tile=SMALL, backend=backend)
         for f in (group_codec_triton.encode, group_codec_triton.decode)
     )
-    wanted = both(group_codec.encode_plain, group_codec.decode_plain)(x, keys)
+    wanted = both(group_codec.encode_plain, codecs.decode_array)(x, keys)
     assert_same(both(*interpreted)(x, keys), wanted, case, codec)
     text = lower_for_cuda(both(group_codec_triton.encode, group_codec_triton.decode), x, keys)
     assert kernels_in(text) == ["group_encode", "group_decode"]
@@ -403,7 +401,7 @@ def test_kernels_are_the_reference_on_a_gpu(name, key, gpu_backend):
     launch_cases.same_scales(codec, *scales, tol.GPU_SCALE_UNITS)
     if codec.scale.name == "f16":
         assert (scales[0] != scales[1]).mean() <= tol.GPU_F16_SCALE_SHARE
-    decode = jax.jit(group_codec.decode_plain, static_argnums=(0, 3, 4))
+    decode = jax.jit(codecs.decode_array, static_argnums=(0, 3, 4))
     for case, (codes, scales, x) in zip(cases, found, strict=True):
         again = decode(codec, codes, scales, case[1], x.shape[-1])
         np.testing.assert_allclose(x, again, rtol=decode_rtol(codec), err_msg=str(case))

@@ -346,7 +346,7 @@ HEADED = model(attn__q_proj__kernel=(8, 12), attn__k_proj__kernel=(8, 6))
         (KERNEL, {"rules": [("*", Block((0,), heads=(1, 5)))]}, "5 heads do not divide axis 1"),
         (KERNEL, {"rules": [("mpl/*", (0,))]}, "the rule 'mpl/.*' matches no leaf"),
         (KERNEL, {"rules": [("*", "rows")]}, "must be a Block, axes"),
-        (KERNEL, {"default": "rows"}, "default must be 'whole' or 'elementwise'"),
+        (KERNEL, {"default": "rows"}, "default must be one of whole, elementwise"),
         (KERNEL, {"heads": 0}, "heads must be a number of heads"),
         (KERNEL, {"kv_heads": True}, "kv_heads must be a number of heads"),
         (HEADED, {"heads": 5}, "heads=5 does not divide the 12 outputs of leaf 'attn/q_proj/kern"),

@@ -11,8 +11,7 @@ from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import product
 from optax_lowmem._src.kernels import jaxpr_to_triton
 from optax_lowmem._src.step.gpu import jax_triton
-from optax_lowmem._src.step.operands import Leaf, step_tile
-from optax_lowmem._src.step.rule import OF_BLOCK
+from optax_lowmem._src.step.operands import step_tile
 from tests import launch_cases, triton_on_numpy
 from tests.tiers import rows
 
@@ -158,9 +157,9 @@ def test_a_step(name, options, direct):
     tx = lowmem.OPTIMIZERS[name].make(1e-3, storage=storage)
     case = launch_cases.make(tx, [(8, 32)], direct=direct)
     plan, leaf = case.plans[0].shapeless, case.leaves[0]
-    scalars = {key: x for key, x in case.of_leaves[0].items() if key != OF_BLOCK}
+    scalars, state = case.of_leaves[0], leaf.state
     leaf = leaf._replace(
-        scales=jax.tree.map(lambda x: x.reshape(-1), leaf.scales),
+        state=state._replace(scales=jax.tree.map(lambda x: x.reshape(-1), state.scales)),
         of_block=jax.tree.map(lambda x: jnp.full((8, 1), 27.0), leaf.of_block),
     )
     body = jax_triton._Body(
@@ -175,9 +174,8 @@ def test_a_step(name, options, direct):
     with jax.disable_jit(), numerics.kernel_arithmetic():
         noise = (random.mix(place)[:, None], lane) if plan.noisy else None
         own = jax.tree.leaves(leaf.of_block)
-        h = {**scalars, OF_BLOCK: product(own)} if own else scalars
-        given = Leaf(*leaf[:-1])
-        wanted = step_tile(case.rule, plan, given, h, noise)
+        given = leaf._replace(of_block=product(own) if own else None)
+        wanted = step_tile(case.rule, plan, given, scalars, noise)
     for one, other in zip(mine, jax.tree.leaves(wanted), strict=True):
         other = bits(other)
         assert one.dtype == other.dtype and one.shape == other.shape

@@ -150,5 +150,5 @@ def test_stalled_leaves_speak():
     for _ in range(2):  # the second time too, when JAX has traced tx.init before
         with pytest.raises(ValueError, match=message):
             diagnostics.stalled_leaves(tx, weights(), 1e-6, action="raise")
-    with pytest.raises(ValueError, match="action must be 'warn', 'raise' or 'none', got 'stop'"):
+    with pytest.raises(ValueError, match="action must be one of warn, raise, none, got 'stop'"):
         diagnostics.stalled_leaves(tx, weights(), 1e-6, action="stop")

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core import context, numerics
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.lion import LionRule
 from optax_lowmem._src.step import choose, tuning
@@ -252,9 +252,9 @@ def test_one_cut_is_as_good_as_another(tile):
     tx = build("flash_adamw")
     params, state = start(tx)
     grads = drawn(1, BF16)
-    with tuning.trying(tuning.Tuning()):
+    with context.stepping(tuning=tuning.Tuning()):
         wanted = jax.jit(functools.partial(lowmem.step, tx))(grads, state, params)
-    with tuning.trying(tuning.Tuning(tile, leaves=3, elements=1 << 19)):
+    with context.stepping(tuning=tuning.Tuning(tile, leaves=3, elements=1 << 19)):
         found = jax.jit(functools.partial(lowmem.step, tx))(grads, state, params)
     check_step(tx, (params, state), wanted, found)
 

@@ -417,7 +417,7 @@ def test_fp8_against_float64(products, options):
 
 
 # sigma of logits -> of `fp8`: the mean loss higher by, at most; errors of both gradients, at most;
-# the same of `fp8-gradients`. As docs/guides/layers.md has them, and a quarter more.
+# the same of `fp8-gradients`. As docs/results/layers.md has them, and a quarter more.
 LARGE = {1.0: (0.009, (0.036, 0.077), (0.034, 0.033)), 3.0: (0.018, (0.049, 0.067), (0.036, 0.035))}
 
 

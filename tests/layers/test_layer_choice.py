@@ -61,7 +61,7 @@ def test_what_the_kernel_does_not_take_pays_later(on_hopper):
 
 
 def test_estimates_are_what_was_measured(monkeypatch):
-    """Of the records that docs/guides/layers.md shows, taken by the Hopper kernels."""
+    """Of the records that docs/results/layers.md shows, taken by the Hopper kernels."""
     monkeypatch.setattr(choice, "product_reason", lambda *_: None)
     rows = records.newest(records.on_gpus(records.all_records()), bench="linear")
     if not rows:

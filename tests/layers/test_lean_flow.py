@@ -175,7 +175,7 @@ def test_flows_meet():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="storage must be fp8 or bf16, got 'int4'"):
+    with pytest.raises(ValueError, match="storage must be one of fp8, bf16, got 'int4'"):
         Recipe(storage="int4")
     with pytest.raises(ValueError, match="group_size=32 with storage='bf16'"):
         Recipe(storage="bf16", group_size=32)

@@ -136,7 +136,7 @@ def test_layers_and_seeds_are_independent(change):
 def test_overlapping_counters_make_other_words():
     """Keys whose counters are those of another leaf, shifted by a row."""
     keys = random.word_keys(random.leaf_key(jnp.uint32(0), jnp.uint32(0), "w"))
-    shifted = (keys[0] + jnp.uint32(1) * random._odd(0), random.word_keys(jnp.uint32(7))[1])
+    shifted = (keys[0] + jnp.uint32(1) * random.odd(0), random.word_keys(jnp.uint32(7))[1])
     places = [jax.lax.broadcasted_iota(jnp.uint32, (64, 64), axis) for axis in (0, 1)]
     one, own, other = (random.words(k, places, 3) for k in (keys, (shifted[0], keys[1]), shifted))
     for a, b, c in zip(one, own, other, strict=True):

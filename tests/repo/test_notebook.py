@@ -76,7 +76,7 @@ def test_stored(name):
 @pytest.mark.parametrize("where", ["", SOMEWHERE])
 @pytest.mark.parametrize("name", ["quickstart", "stable_adamw"])
 def test_says_how_to_install(name, where):
-    """In words while the project has no address; by it, and with a badge, once there is one."""
+    """By the project's address, with a badge, once there is one; until then a reader sets it."""
     book = notebooks.filled(notebooks.read(PATHS[name]), name, where)
     nbformat.validate(nbformat.from_dict(book))
     top, first = notebooks.source(book["cells"][0]), notebooks.source(codes(book)[0])
@@ -84,10 +84,21 @@ def test_says_how_to_install(name, where):
         f"colab.research.google.com/github/someone/optax_lowmem/blob/main/notebooks/{name}.ipynb"
     )
     assert (badge in top) == bool(where)
-    assert ("git+" + where in first) == bool(where)
-    assert ("%pip" in first) == bool(where)
-    assert ("from a clone" in first and "make wheel" in first) != bool(where)
+    assert first.startswith(f'INSTALL = "optax-lowmem @ git+{where}"' if where else 'INSTALL = ""')
     assert notebooks.filled(book, name, address.address()) == notebooks.read(PATHS[name])
+
+
+@pytest.mark.parametrize("where", ["", "a.whl"])
+def test_installs_what_a_reader_names(tmp_path, where):
+    """In an interpreter without the package, as on Colab: pip gets the wheel, or an error says."""
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell()
+    asked = []
+    shell.register_magic_function(asked.append, magic_name="pip")
+    cell = notebooks.install("").replace("optax_lowmem as", "not_installed as")
+    ran = shell.run_cell(cell.replace('INSTALL = ""', f'INSTALL = "{where}"', 1))
+    assert asked == ([f'install -q "{where}" {notebooks.NEEDS}'] if where else [])
+    assert isinstance(ran.error_in_exec, ImportError)
+    assert ("make wheel" in str(ran.error_in_exec)) != bool(where)
 
 
 def test_filled_cells_follow_their_files():

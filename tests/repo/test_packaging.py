@@ -11,7 +11,7 @@ import zipfile
 import pytest
 
 from tests.repo.pages import ROOT, run
-from tools import address
+from tools import address, release
 
 SOMEWHERE = "https://example.org/someone/optax_lowmem"
 SETTINGS = address.settings()
@@ -96,6 +96,9 @@ def test_with_an_address():
     assert f'pip install "optax-lowmem @ git+{SOMEWHERE}"' in text
     picture = f"({SOMEWHERE}/raw/main/docs/figures/llama_8b_memory.png)"
     assert picture in text and text.count("img.shields.io") == 2
+    assert f"({SOMEWHERE}/actions/workflows/tests.yml/badge.svg)" in text
+    new = address.moved((ROOT / "pyproject.toml").read_text("utf-8"), f"{SOMEWHERE}/")
+    assert f'\naddress = "{SOMEWHERE}"\n' in new
     assert f"[Results]({SOMEWHERE}/blob/main/docs/results/index.md)" in text
     assert not re.search(r"\]\((?!https?://|#)", text)
     assert set(address.urls(SOMEWHERE)) >= {"Homepage", "Documentation", "Issues"}
@@ -133,12 +136,41 @@ def test_nothing_is_installed_by_our_name():
 
 def test_one_version():
     version = SETTINGS["project"]["version"]
-    cited = (ROOT / "CITATION.cff").read_text("utf-8")
-    assert f"\nversion: {version}\n" in cited
-    assert f"version = {{{version}}}" in (ROOT / "docs/citation.md").read_text("utf-8")
+    found = release.versions()
+    assert {found[name] for name in release.PLACES} == {version}
     changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
     heads = re.findall(r"^## \[(.*?)\]", changes, re.MULTILINE)
     assert heads[0] in ("Unreleased", version)
+
+
+def test_a_release_sets_the_version_everywhere(tmp_path, monkeypatch):
+    for name in (*release.PLACES, "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text("utf-8"))
+    release.prepare("7.8.9rc1", tmp_path)
+    assert set(release.versions(tmp_path).values()) == {"7.8.9rc1"}
+    changes = (tmp_path / "CHANGELOG.md").read_text("utf-8")
+    assert re.search(r"## \[Unreleased\]\n\n## \[7.8.9rc1\] - \d{4}-\d\d-\d\d\n", changes)
+    with pytest.raises(SystemExit, match="already"):
+        release.prepare("7.8.9rc1", tmp_path)
+    monkeypatch.setattr(release.versions, "__defaults__", (tmp_path,))
+    release.main(["--check", "v7.8.9rc1"])
+    with pytest.raises(SystemExit, match="not 7.8.9"):
+        release.main(["--check", "v7.8.9"])
+
+
+def test_workflows_run_what_exists():
+    """Each `make` and module of a workflow; a release can publish, and nothing else may write."""
+    workflows = {path.stem: path.read_text("utf-8") for path in
+                 (ROOT / ".github/workflows").glob("*.yml")}  # fmt: skip
+    assert workflows.keys() == {"tests", "site", "release"}
+    text = "\n".join(workflows.values())
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    made = {name for line in re.findall(r"run: make ([a-z -]+)", text) for name in line.split()}
+    assert {"test", "test-oldest", "docs", "package"} <= made <= {*targets}
+    assert re.findall(r"python -m (\S+)", text) == ["tools.release"]
+    assert all("permissions: { contents: read }" in one for one in workflows.values())
+    assert [name for name, one in workflows.items() if "pypi-publish" in one] == ["release"]
 
 
 def test_the_oldest_versions_are_the_lower_bounds():

@@ -80,11 +80,12 @@ def test_code_for_frameworks_is_that_of_programs():
     assert not [ast.unparse(node) for node in shown if ast.dump(node) not in known]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/choose.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/choose.md"])
 def test_bytes_of_the_optimizers_tables(page):
     like = {"w": jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)}
-    found = {}
-    for line in (ROOT / page).read_text("utf-8").splitlines():
+    text, found = (ROOT / page).read_text("utf-8"), {}
+    (table,) = re.findall(r"<!-- table:optimizers -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    for line in table.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         told = next((cell for cell in cells if re.fullmatch(r"\d[\d., ]*", cell)), "")
         numbers = told.split(", ") if told else []
@@ -95,6 +96,17 @@ def test_bytes_of_the_optimizers_tables(page):
     for name, shown in found.items():
         report = lowmem.memory.report(lowmem.OPTIMIZERS[name].make(1e-3), like)
         assert f"{report.state_bytes / report.parameters:.2f}" == shown, name
+
+
+def test_user_pages_are_short():
+    """Evidence stands under Results, and signatures under API."""
+    behind = ("api/", "internals/", "results/")
+    words = {name_of(page): len(page.read_text("utf-8").split()) for page in DOCS.rglob("*.md")
+             if not page.relative_to(DOCS).as_posix().startswith(behind)}  # fmt: skip
+    assert len(words) > 25 and sum(words.values()) <= 20_000
+    assert not {name: count for name, count in words.items() if count > 1_500}
+    lines = README.read_text("utf-8").splitlines()
+    assert len(lines) <= 130
 
 
 # ---- commands ------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 import optax_lowmem
 from tests.repo import browser, pages
 from tests.repo.pages import DOCS, ROOT
+from tools import rendered
 
 pytest.importorskip("mkdocs", reason="needs the extra docs")
 pytest.importorskip("latex2mathml", reason="needs the extra docs")
@@ -40,7 +41,7 @@ def site(tmp_path_factory):
 def test_a_broken_link_ends_the_build(tmp_path):
     """Of `make docs`: MkDocs counts no warnings that it is told not to print."""
     (command,) = re.findall(r"python -m (mkdocs .*build.*)", (ROOT / "Makefile").read_text("utf-8"))
-    for name in ("docs", "tools", "optax_lowmem"):
+    for name in ("docs", "examples", "notebooks", "optax_lowmem", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for name in ("mkdocs.yml", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -63,6 +64,16 @@ def html_of(site: Path, page: str) -> str:
     return (site / url_of(page) / "index.html").read_text("utf-8")
 
 
+def test_results_are_behind_user_pages_in_search(site):
+    """Their entries count for less, and the digits of their tables are no text."""
+    index = json.loads((site / "search/search_index.json").read_text("utf-8"))["docs"]
+    entries = [one for one in index if one["location"].startswith("results/")]
+    assert len(entries) > 50
+    assert all(one.get("boost") == 0.2 for one in entries)
+    assert not [one["location"] for one in entries if "<td" in one["text"]]
+    assert not [one["location"] for one in index if one.get("boost") and one not in entries]
+
+
 def test_every_public_name_is_on_an_api_page(site):
     ids = set()
     for page in PAGES:
@@ -76,6 +87,23 @@ def test_docstrings_are_rendered(site):
     text = html_of(site, "api/optimizers.md")
     assert "<math" in text and "language-pycon highlight" in text
     assert ":math:" not in text and ".. math::" not in text
+
+
+def test_signatures_have_types(site):
+    text = re.sub("<[^>]+>", "", html_of(site, "api/training.md"))
+    assert "allow_rounding: bool = False" in text
+
+
+def test_notebooks_and_examples_have_pages(site):
+    """With what they print and draw; pages link to them, not out of the site."""
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        text = html_of(site, f"notebooks/{path.stem}.md")
+        shown = path.read_text("utf-8").count('"image/png"')
+        assert shown and len(re.findall(rf'<img[^>]+src="../{path.stem}-', text)) == shown
+    for name in rendered.EXAMPLES:
+        assert "argparse" in html_of(site, f"examples/{name}.md")
+    links = re.findall(r'href="([^"]+)"', html_of(site, "results/formats.md"))
+    assert "../../notebooks/coat_states/" in links
 
 
 def test_every_argument_of_an_optimizer_is_described(site):
@@ -123,8 +151,9 @@ def chromium(tmp_path_factory):
 BROKEN = "[...document.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src)"
 
 
-def test_pages_load_and_fit_on_a_phone(chromium, served):
-    chromium.width(390, 844)
+@pytest.mark.parametrize("width", [400, 1280])
+def test_pages_load_and_do_not_scroll_sideways(chromium, served, width):
+    chromium.width(width, 844)
     try:
         pictures, wide = 0, []
         for page in PAGES:
@@ -132,8 +161,9 @@ def test_pages_load_and_fit_on_a_phone(chromium, served):
             assert chromium.evaluate("document.querySelector('article h1') !== null"), page
             assert chromium.evaluate(BROKEN) == [], page
             pictures += chromium.evaluate("document.images.length")
+            chromium.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
             size = chromium.evaluate("document.documentElement.scrollWidth")
-            wide += [(page, size)] if size > 390 else []
+            wide += [(page, size)] if size > width else []
         assert not wide and pictures >= 15
     finally:
         chromium.width(1280)

@@ -7,6 +7,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lowmem as lowmem
@@ -103,6 +104,20 @@ def test_a_second_moment_per_element_in_4_bits_names_the_better_choice(nu):
     lowmem.memory.report(tx, params)  # which says nothing
 
 
+def test_compress_state_warns_of_second_moments_in_4_bits():
+    params = {"w": jnp.ones((64, 128)), "b": jnp.ones(8)}
+    of_4_bits = lowmem.codecs.linear4(signed=False)
+    for tx in (
+        lowmem.compress_state(optax.adam(1e-3), nu=of_4_bits),
+        lowmem.compress_state(optax.adan(1e-3), n=of_4_bits),
+        lowmem.sqrt_variance_quant(optax.scale_by_adam(), codec=of_4_bits),
+    ):
+        for init in (tx.init, functools.partial(lowmem.init, tx, allow_rounding=True)):
+            with pytest.warns(UserWarning, match=r"leaf 'w'\) are stored in 4 bits"):
+                init(params)
+        lowmem.memory.report(tx, params)  # which says nothing
+
+
 def test_other_forms_of_4_bits_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -111,5 +126,6 @@ def test_other_forms_of_4_bits_do_not_warn():
             lowmem.flash_adamw(1e-3, storage=lowmem.Storage.four_bit(nu=None)),
             lowmem.flash_adamw(1e-3, storage=lowmem.Storage.four_bit(policy=NOWHERE)),
             lowmem.flash_lion(1e-3, storage=FOUR),
+            lowmem.compress_state(optax.adam(1e-3), mu=lowmem.codecs.softsign4()),
         ):
             tx.init({"w": jnp.ones((64, 128))})

@@ -15,8 +15,8 @@ import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.core import random
 from optax_lowmem._src.optimizers import every_record
-from optax_lowmem._src.step import packed, reference
-from optax_lowmem._src.step.batch import LeafBatch
+from optax_lowmem._src.step import reference, xla
+from optax_lowmem._src.step.batch import Leaf, LeafBatch
 from optax_lowmem._src.step.prepare import prepare_leaves
 from tests import tolerances
 from tests.launch_cases import same_scales, stored_slots, units
@@ -103,11 +103,15 @@ def some_steps_in(tx, dtype, step=None):
 two_passes = functools.partial(reference.fused_update, two_passes=True)
 
 
-@pytest.mark.parametrize("path", [packed.fused_update, two_passes], ids=["packed", "two passes"])
+def packed(rule, plan, leaf, h, key):
+    return xla.packed_update(rule, plan, leaf, h, key[None], jnp.uint32(0))
+
+
+@pytest.mark.parametrize("path", [packed, two_passes], ids=["packed", "two passes"])
 @pytest.mark.parametrize("name, bits, dtype, rounding", ROWS)
 def test_a_path_is_the_reference(name, bits, dtype, rounding, path):
     run, plans, params, wanted = by_reference(name, bits, dtype, rounding)
-    assert all(packed.supported(plan, "cpu") is None for plan in plans)
+    assert all(xla.packs(plan, "cpu") for plan in plans)
     for plan, p, one, other in zip(plans, params.values(), wanted, run(path), strict=True):
         compare(plan, p if plan.matrices is None else None, one, other)
 
@@ -131,23 +135,23 @@ def by_reference(name, bits, dtype, rounding):
         found, of_blocks = [], []
         for plan, g, p, own, own_shared in zip(plans, *columns, strict=True):
             rule = engine.rule.of_leaf(plan.matrices)
-            h_leaf = engine.rule.hyperparameters_of(plan.matrices, h)
+            h_leaf, leaf = engine.rule.hyperparameters_of(plan.matrices, h), Leaf(g, p, own)
             if rule.prepares == "matrices":  # a step without weights is what they are made of
-                p = None
+                leaf = leaf._replace(p=None)
             elif rule.prepares is not None:
                 batch = LeafBatch(
                     (plan,), [g], [p], [own], h_leaf, [{}], key[None], (0,), None, [own_shared],
                     key[None],
                 )  # fmt: skip
                 batch, (own_shared,) = prepare_leaves(rule, batch)
-                h_leaf = batch.h(0)
-            found.append(update_leaf(rule, plan, g, p, own, h_leaf, key))
+                h_leaf, leaf = batch.h(0), batch.leaf(0)
+            found.append(update_leaf(rule, plan, leaf, h_leaf, key))
             of_blocks.append(own_shared)
         count, states = state.count + 1, [own for _, own in found]
         return found, engine.pack(count, plans, states, of_blocks, params, state)
 
     def step(grads, state, params):
-        found, state = run(packed.fused_update, params, grads, state)
+        found, state = run(packed, params, grads, state)
         updates = dict(zip(params, (update for update, _ in found), strict=True))
         return optax.apply_updates(params, updates), state
 
@@ -210,13 +214,12 @@ def compare(plan, p, one, other, step=LEARNING_RATE * tolerances.REORDERED_STEP)
     np.testing.assert_allclose(*masters, rtol=unit, atol=step)
 
 
-def test_reasons():
+def test_which_leaves_are_packed():
     tx = CASES["adamw"](lowmem.Storage())
     (plan,) = tx.engine.plans({"w": jnp.zeros((8, 8), jnp.bfloat16)})
-    assert "no slot is compressed" in packed.supported(plan, "cpu")
-    assert "not gpu" in packed.supported(plan, "gpu")
+    assert not xla.packs(plan, "cpu")  # no slot is compressed
     (plan,) = tx.engine.plans({"w": jnp.zeros((128, 64), jnp.bfloat16)})
-    assert packed.supported(plan, "cpu") is None
+    assert xla.packs(plan, "cpu") and not xla.packs(plan, "gpu")
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the packed path is for CPUs")

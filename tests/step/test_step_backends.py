@@ -23,8 +23,8 @@ from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.groups import Tile, Tiling
 from optax_lowmem._src.kernels import tiles
 from optax_lowmem._src.optimizers.adam import AdamRule
-from optax_lowmem._src.step import backend, operands, reference, tuning
-from optax_lowmem._src.step.batch import LeafBatch
+from optax_lowmem._src.step import backend, reference, tuning
+from optax_lowmem._src.step.batch import Leaf, LeafBatch
 from optax_lowmem._src.step.gpu import jax_triton, pallas_triton
 from optax_lowmem._src.step.rule import OF_BLOCK
 from optax_lowmem._src.step.tpu import pallas_tpu
@@ -95,9 +95,9 @@ def make(optimizer, shapes, stored=None, how=None, **options):
         for i, plan in enumerate(case.plans)
     }
     wanted = engine.plans(tree)
-    for i, (plan, state) in enumerate(zip(case.plans, case.states, strict=True)):
+    for i, (plan, leaf) in enumerate(zip(case.plans, case.leaves, strict=True)):
         new, plain = wanted[i], [slot.codec is None for slot in wanted[i].slots]
-        stored = launch_cases.stored_slots(plan.slots, state)
+        stored = launch_cases.stored_slots(plan.slots, leaf.state)
         kept = [
             (codecs.decode_array(slot.codec, *arrays, plan.group_size, plan.shape[-1]), None)
             if drop and slot.codec
@@ -106,10 +106,8 @@ def make(optimizer, shapes, stored=None, how=None, **options):
         ]
         case.plans[i] = dataclasses.replace(new, direct=plan.direct)
         scales = tuple(scale for _, scale in kept if scale is not None)
-        case.states[i] = state._replace(slots=tuple(codes for codes, _ in kept), scales=scales)
-        leaf = case.leaves[i]
-        arrays = leaf.g, leaf.p, case.states[i], leaf.of_block
-        case.leaves[i] = operands.leaf_of(*arrays)
+        state = leaf.state._replace(slots=tuple(codes for codes, _ in kept), scales=scales)
+        case.leaves[i] = leaf._replace(state=state)
     return case
 
 
@@ -189,24 +187,22 @@ def check(kernel, case, launcher, tile=None):
 def both(case, tuned=SMALL, options=SAME_BITS):
     """[(update, state)] of the reference and of Pallas' kernel, in one compiled call."""
 
-    def run(leaves, states, h, keys):
-        gradients, weights = ([leaf[i] for leaf in leaves] for i in (0, 1))
+    def run(leaves, h, keys):
+        gradients, weights, states = ([leaf[i] for leaf in leaves] for i in range(3))
         hs = []
-        for plan, leaf, state in zip(case.plans, leaves, states, strict=True):
-            own = reference.prepare(case.rule, plan, leaf.g, leaf.p, state, h)
+        for plan, leaf in zip(case.plans, leaves, strict=True):
+            own = reference.prepare(case.rule, plan, leaf, h)
             hs.append(own if leaf.of_block is None else {OF_BLOCK: leaf.of_block})
         plans, numbers = tuple(case.plans), tuple(case.numbers)
         batch = LeafBatch(plans, gradients, weights, states, h, hs, keys, numbers, "pallas")
         found = backend.fused_updates(case.rule, batch, tuned)
         wanted = []
-        for plan, leaf, state, number, own in zip(
-            case.plans, leaves, states, case.numbers, hs, strict=True
-        ):
-            arrays = leaf.g, leaf.p, state, h | own, keys[number]
+        for i, (plan, leaf, number) in enumerate(zip(plans, leaves, numbers, strict=True)):
+            arrays = leaf, batch.h(i), keys[number]
             wanted.append(reference.fused_update(case.rule, plan, *arrays))
         return wanted, found
 
-    arrays = case.leaves, case.states, case.h, case.keys
+    arrays = case.leaves, case.h, case.keys
     return jax.jit(run, compiler_options=options)(*arrays)
 
 
@@ -237,7 +233,9 @@ def check_bits(case, **how):
                 np.testing.assert_allclose(a, b, rtol=0, atol=size, err_msg=f"{plan.shape}")
             else:
                 np.testing.assert_array_equal(a, b, err_msg=f"{plan.shape}")
-    old, new = (jax.tree.leaves(x) for x in (case.states, [state for _, state in found]))
+    old, new = (
+        jax.tree.leaves(x) for x in ([x.state for x in case.leaves], [x.state for x in found])
+    )
     assert any((a != b).any() for a, b in zip(old, new, strict=True))
 
 
@@ -540,8 +538,7 @@ def test_with_the_arithmetic_of_a_kernel(optimizer):
     case = make(optimizer, [*SHAPES[0], *vectors])
     with numerics.kernel_arithmetic():
         found = launched(case, SMALL.tile)
-    results = [(result.update, operands.state_of(result)) for result in found]
-    close(case, launch_cases.expected(case), results, LEARNING_RATE * tolerances.GPU_STEP)
+    close(case, launch_cases.expected(case), found, LEARNING_RATE * tolerances.GPU_STEP)
 
 
 @pytest.mark.parametrize(
@@ -643,8 +640,7 @@ def test_nothing_beyond_an_array_is_written(shape, size, stored, monkeypatch):
     monkeypatch.setattr(pallas_triton, "restored", lambda plan, leaf, result: result)
     (found,) = launched(case, tile)
     tiling = Tiling(shape, size, tile.elements)
-    update, *state = wanted
-    inside = views(case.plans[0], tiling, operands.Leaf(update, None, *state))
+    inside = views(case.plans[0], tiling, Leaf(wanted.update, None, wanted.state))
     for one, other in zip(jax.tree.leaves(inside), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(other, one)
 

@@ -166,6 +166,19 @@ def test_another_step_compiles_nothing():
     assert _requests == before
 
 
+def test_another_batch_of_accumulated_gradients_compiles_nothing():
+    params, tx = tree(), lowmem.accumulate_gradients(_ADAM, 2, "bfloat16")
+    params, state = lowmem.init(tx, params, allow_rounding=True)
+    grads = jax.tree.map(jnp.ones_like, params)
+    counts = []
+    for _ in range(6):
+        before = _requests
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        counts.append(_requests - before)
+    assert counts[0] and not any(counts[2:])
+
+
 def test_a_learning_rate_that_is_an_array_compiles_once():
     params = tree()
     tx = optax.inject_hyperparams(lambda rate: lowmem.chain(lowmem.flash_sgd(rate)))(rate=1e-2)

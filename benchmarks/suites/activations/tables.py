@@ -1,4 +1,4 @@
-"""The tables of docs/guides/activations.md: a layer that keeps activations in FP8, and training."""
+"""The tables of docs/results/activations.md: a layer with FP8 activations, and training."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Tables of docs/guides/choosing.md, from the records of `formats`, for benchmarks.tables."""
+"""Tables of docs/results/formats.md, from the records of `formats`, for benchmarks.tables."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""The tables of docs/guides/layers.md: one linear layer in 8 bits, from the records of linear."""
+"""The tables of docs/results/layers.md: one linear layer in 8 bits, from the records of linear."""
 
 from benchmarks.records import Rows, grouped, on_gpus, select
 from benchmarks.render import Rendered, Table, target

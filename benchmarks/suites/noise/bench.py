@@ -51,7 +51,7 @@ def forward(name: str) -> Callable[..., jax.Array]:
 
     def in_one(w: jax.Array, factor: jax.Array, key: jax.Array) -> jax.Array:
         noise = distributions.NOISES["gaussws" if name == XLA else name]
-        with context.implementing("xla" if name == XLA else None):
+        with context.stepping(implementation="xla" if name == XLA else None):
             return kernels.sample(w, None, factor, key, noise, to, BF16)[0]
 
     def of_normal(w: jax.Array, factor: jax.Array, key: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The tables of docs/guides/noise.md: what noise on weights costs, from noise, and casts."""
+"""The tables of docs/results/noise.md: what noise on weights costs, from noise, and casts."""
 
 from collections.abc import Callable
 

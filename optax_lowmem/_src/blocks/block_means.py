@@ -1,4 +1,4 @@
-"""The mean of squares over each block of a leaf: what a shared second moment takes in.
+"""The mean of squares over each block of a leaf, the input of a block-wise second moment.
 
 The choice of the implementation is made while tracing.
 """
@@ -24,13 +24,13 @@ from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 def mean_of_squares(
     block: Block, g: jax.Array, scale: jax.Array | None = None, in_parts: bool = True
 ) -> jax.Array:
-    """Mean of (scale g)^2 over each block, f32 of `block.mean_shape`.
+    """Return the mean of (scale g)^2 over each block, f32, with shape `block.mean_shape`.
 
     Args:
       block: which elements share a mean.
-      g: f32 or 16-bit, of any shape that the block fits.
+      g: the gradient, f32 or 16-bit.
       scale: an f32 factor; None for 1.
-      in_parts: as of `Block.mean`.
+      in_parts: as in `Block.mean`.
     """
     x = numerics.widen(g)
     return block.mean(jnp.square(x if scale is None else x * scale), in_parts)
@@ -44,14 +44,14 @@ _ROWS, _ROWS_OF_PARTS = 64, 256  # of a tile at least, where columns are many; o
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """An array [outer, rows, width] whose rows are summed in parts, one a tile.
+    """An array [outer, rows, width] whose rows are summed in parts, one part per tile.
 
     Attributes:
-      outer: how many such matrices lie one after the other.
-      rows: averaged over.
-      width: columns; 1 where the rows lie side by side in memory.
-      begins: whether what is summed are rows, not sums of parts of them.
-      row: elements of a row of a block with means of rows too, which divides the width; else None.
+      outer: number of matrices.
+      rows: number of rows, which are averaged.
+      width: number of columns; 1 if the averaged axis is contiguous.
+      begins: whether the input is the array itself, not sums of parts of its rows.
+      row: for means of rows and columns, the length of a row, which divides the width; else None.
     """
 
     outer: int
@@ -62,7 +62,7 @@ class Columns:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a tile, a power of two: all, where a tile has room for them."""
+        """Number of rows of a tile, a power of two: all of them if they fit in a tile."""
         narrow = _TILE // next_power_of_two(self.width)
         rows = next_power_of_two(self.rows)
         most = max(narrow, _ROWS if self.begins else _ROWS_OF_PARTS)
@@ -70,12 +70,12 @@ class Columns:
 
     @property
     def tile_width(self) -> int:
-        """Columns of a tile, a power of two."""
+        """Number of columns of a tile, a power of two."""
         return max(1, min(_TILE // self.tile_rows, next_power_of_two(self.width)))
 
     @property
     def parts(self) -> int:
-        """Tiles below each other, for each of the `outer`."""
+        """Number of tiles along the rows of one matrix."""
         return -(-self.rows // self.tile_rows)
 
     @property
@@ -85,7 +85,7 @@ class Columns:
 
     @property
     def tiles(self) -> int:
-        """All tiles."""
+        """Number of tiles."""
         return self.outer * self.parts * self.across
 
     @property
@@ -95,7 +95,7 @@ class Columns:
 
     @property
     def left(self) -> "Sides | None":
-        """Sums of rows and columns that are left, where both are summed."""
+        """The partial sums of rows and columns that this launch writes, if it computes both."""
         if self.row is None:
             return None
         between = self.width // self.row
@@ -110,14 +110,14 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True)
 class Sides:
-    """Sums of parts of the rows of matrices, then those of their columns; to be summed in tiles.
+    """Partial sums of the rows of matrices, then those of their columns, which tiles add up.
 
     Attributes:
-      matrices: how many there are, [of_rows * rows + of_columns * columns] each.
-      rows: of each matrix.
-      columns: of each matrix.
-      of_rows: parts of each row.
-      of_columns: parts of each column.
+      matrices: number of matrices, with [of_rows * rows + of_columns * columns] sums each.
+      rows: number of rows of a matrix.
+      columns: number of columns of a matrix.
+      of_rows: number of partial sums per row.
+      of_columns: number of partial sums per column.
     """
 
     matrices: int
@@ -128,28 +128,28 @@ class Sides:
 
     @property
     def parts(self) -> int:
-        """The most that there are of one."""
+        """The largest number of partial sums per row or column."""
         return max(self.of_rows, self.of_columns)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the array."""
+        """Shape of the array."""
         return self.matrices, self.of_rows * self.rows + self.of_columns * self.columns
 
     @property
     def tile_parts(self) -> int:
-        """Parts that a tile sums, a power of two."""
+        """Number of partial sums that a tile adds up, a power of two."""
         parts = next_power_of_two(self.parts)
         return parts if parts <= _ROWS_OF_PARTS else _ROWS
 
     @property
     def tile_width(self) -> int:
-        """Rows, or columns, of a tile, a power of two."""
+        """Number of rows, or columns, of a tile, a power of two."""
         return min(_TILE // self.tile_parts, next_power_of_two(max(self.rows, self.columns)))
 
     @property
     def left(self) -> "Sides":
-        """Sums of the parts of a tile."""
+        """The partial sums that this launch writes."""
         of_rows, of_columns = (-(-n // self.tile_parts) for n in (self.of_rows, self.of_columns))
         return dataclasses.replace(self, of_rows=of_rows, of_columns=of_columns)
 
@@ -165,17 +165,17 @@ class Sides:
 
     @property
     def tiles_of_rows(self) -> int:
-        """Tiles of the rows of a matrix."""
+        """Number of tiles for the rows of a matrix."""
         return self.left.of_rows * self.across[0]
 
     @property
     def tiles(self) -> int:
-        """Tiles of a matrix."""
+        """Number of tiles of a matrix."""
         return self.tiles_of_rows + self.left.of_columns * self.across[1]
 
 
 def passes(block: Block, shape: tuple[int, ...]) -> list[Columns | Sides]:
-    """Launches that leave the means over each block: of parts and their sums, axis by axis."""
+    """Return the launches that compute the means over each block, axis by axis."""
     results: list[Columns | Sides] = []
     if isinstance(block, Factors):
         outer, rows, between, row = block.matrices(shape)
@@ -223,7 +223,7 @@ _LEAVES, _ELEMENTS = 8, 1 << 26  # of a launch, at most: it needs all its gradie
 
 
 def _asked(implementation: str | None) -> str | None:
-    """Return the backend that an implementation of the step is; None: whichever is there."""
+    """Return the backend of an implementation of the step; None if it does not determine one."""
     return implementation if implementation in BACKENDS else None
 
 
@@ -232,7 +232,7 @@ _by_xla = jax.jit(mean_of_squares, static_argnames=("block", "in_parts"))
 
 
 def supported(block: Block, g: jax.Array, implementation: str | None = None) -> str | None:
-    """Return the reason why a leaf is left to XLA, or None where the kernel takes it.
+    """Return the reason why XLA averages a leaf, or None if the kernel does.
 
     Args:
       block: the leaf's block.
@@ -252,9 +252,9 @@ def supported(block: Block, g: jax.Array, implementation: str | None = None) -> 
 
 
 def _no_kernel_reason(x: jax.Array, implementation: str | None) -> str | None:
-    """Return the reason why no GPU kernel can take an array, whatever its shape, or None."""
+    """Return the reason why GPU kernels process no array here, or None."""
     if implementation == "xla":  # the other names are of kernels of the step
-        return "implementation='xla' was asked for"
+        return "implementation='xla' was requested"
     reason = platform.no_device_reason() if implementation else platform.no_kernel_reason(x)
     return reason or platform.no_backend_reason(_asked(implementation))
 
@@ -265,12 +265,12 @@ def means_of_squares(
     scale: jax.Array | None = None,
     implementation: str | None = None,
 ) -> list[jax.Array]:
-    """`mean_of_squares` of every leaf, f32 of its block's `mean_shape`.
+    """Return `mean_of_squares` of each leaf.
 
     Args:
-      blocks: one a leaf.
+      blocks: one per leaf.
       gradients: f32 or 16-bit.
-      scale: a factor of all of them, f32; None for 1.
+      scale: an f32 factor of all gradients; None for 1.
       implementation: `xla`, `pallas`, `triton`, or None for the fastest.
     """
     if not gradients:
@@ -295,7 +295,7 @@ def _means(
     scale: jax.Array | None,
     implementation: str | None,
 ) -> list[jax.Array]:
-    """`means_of_squares` of blocks that are read once each."""
+    """Return `means_of_squares` of blocks whose leaves are each read once."""
     means: dict[int, jax.Array] = {}
     pairs = list(zip(blocks, gradients, strict=True))
     chosen = [i for i, pair in enumerate(pairs) if supported(*pair, implementation) is None]
@@ -312,7 +312,7 @@ def _means(
 
 
 def _batches(pairs: Sequence[tuple[Block, jax.Array]], indices: Sequence[int]) -> list[list[int]]:
-    """Leaves that share launches: alike, so that one kernel is compiled for all of them."""
+    """Group equal leaves, for which one kernel is compiled, into launches."""
     alike: dict[Any, list[int]] = {}
     for i in indices:
         block, g = pairs[i]
@@ -328,10 +328,7 @@ def _batches(pairs: Sequence[tuple[Block, jax.Array]], indices: Sequence[int]) -
 
 
 def _by_kernel(
-    pairs: Sequence[tuple[Block, jax.Array]],
-    scale: jax.Array | None,
-    automatic: bool,
-    backend: str,
+    pairs: Sequence[tuple[Block, jax.Array]], scale: jax.Array | None, automatic: bool, backend: str
 ) -> list[jax.Array]:
     from optax_lowmem._src.blocks import block_means_triton
 
@@ -340,8 +337,8 @@ def _by_kernel(
 
     def launched(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         block, shape = blocks[0], gradients[0].shape  # of all of them
-        own = passes(block, shape)
-        means = block_means_triton.means(own, gradients, factor, backend=backend)
+        launches = passes(block, shape)
+        means = block_means_triton.means(launches, gradients, factor, backend=backend)
         return [mean.reshape(block.mean_shape(shape)) for mean in means]
 
     def plain(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
@@ -362,13 +359,13 @@ def operands(
     shapes: Sequence[tuple[int, ...]],
     implementation: str | None = None,
 ) -> list[Any]:
-    """`Block.operands` of every leaf.
+    """Return `Block.operands` of each leaf.
 
     Args:
-      blocks: one a leaf.
-      values: of its `mean_shape`, f32.
-      shapes: of the leaves.
-      implementation: as of `means_of_squares`.
+      blocks: one per leaf.
+      values: v_mean of each leaf, f32.
+      shapes: shapes of the leaves.
+      implementation: as in `means_of_squares`.
     """
     results: dict[int, Any] = {}
     alike: dict[Any, list[int]] = {}
@@ -387,7 +384,7 @@ def operands(
 
 
 def _has_factors_kernel(block: Block, shape: tuple[int, ...]) -> bool:
-    """Return whether a kernel takes R and C apart: each of its programs reads all R of a matrix."""
+    """Return whether a kernel computes `operands`: each program reads all of a matrix's R."""
     if not isinstance(block, Factors) or not math.prod(shape):
         return False
     one, other = block.fit(shape).axes
@@ -395,10 +392,7 @@ def _has_factors_kernel(block: Block, shape: tuple[int, ...]) -> bool:
 
 
 def _factors_by_kernel(
-    block: Factors,
-    shape: tuple[int, ...],
-    values: Sequence[jax.Array],
-    implementation: str | None,
+    block: Factors, shape: tuple[int, ...], values: Sequence[jax.Array], implementation: str | None
 ) -> list[tuple[jax.Array, ...]]:
     from optax_lowmem._src.blocks import block_means_triton
 

@@ -45,11 +45,7 @@ def means(
 
 @functools.partial(jax.jit, static_argnames=("one", "first", "backend"), inline=False)
 def _launch(
-    one: Columns | Sides,
-    arrays: tuple[jax.Array, ...],
-    scale: jax.Array,
-    first: bool,
-    backend: str,
+    one: Columns | Sides, arrays: tuple[jax.Array, ...], scale: jax.Array, first: bool, backend: str
 ) -> list[jax.Array]:
     """Sums of the parts of each array, f32 of `one.result`; of squares at first."""
     body: Callable[..., None]

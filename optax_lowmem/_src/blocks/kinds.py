@@ -214,7 +214,10 @@ def classify(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
     if is_norm(leaf):
         return _vector(leaf, "a norm's scale")
     if is_embedding(leaf):
-        return _embedding(leaf)
+        rank = len(leaf.inner_shape)
+        if rank < 2:
+            return f"an embedding needs rows, but this leaf has shape {leaf.shape}"
+        return layer_block(leaf, "per row", (rank - 1,), "an embedding: one block per row")
     if leaf.array not in ("", "kernel", "w"):
         return f"it is unknown whether '{leaf.array}' is (in, out) or (out, in)"
     if "conv" in words(leaf.module):
@@ -253,13 +256,6 @@ def _bias(leaf: ModuleLeaf, leaves: Leaves) -> Block | str:
     return _vector(leaf, "a bias", rank)
 
 
-def _embedding(leaf: ModuleLeaf) -> Block | str:
-    rank = len(leaf.inner_shape)
-    if rank < 2:
-        return f"an embedding needs rows, but this leaf has shape {leaf.shape}"
-    return layer_block(leaf, "per row", (rank - 1,), "an embedding: one block per row")
-
-
 # ---- matrices ------------------------------------------------------------------------------------
 
 
@@ -275,12 +271,14 @@ def _matrix(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
         if not (leaf.in_attention or has_query_and_key(leaf, leaves)):
             return f"'{module}' is neither in an attention nor beside a query and key"
         if module in VALUE:
-            return _value(leaf, leaves)
+            text = "a value of shape (in, heads, head_dim)"
+            return _projection(leaf, leaves, "a value projection", (0,), text)
         return query_or_key(leaf, leaves, counts)
     attention = leaf.directly_in_attention or has_query_and_key(leaf, leaves)
     # an attention's Dense_0 may be its query
     if attention and module in OUT and leaf.module_names[-1].lower() == module:
-        return _out(leaf, leaves)
+        text = "a projection of shape (heads, head_dim, out)"
+        return _projection(leaf, leaves, "an attention's projection", (0, 1), text)
     if attention and module not in MATRICES - _GENERIC:
         return f"no query, key, value or projection of an attention is called '{module}'"
     if module in MATRICES | HEAD or leaf.array == "kernel":
@@ -314,23 +312,22 @@ def _dense(leaf: ModuleLeaf, leaves: Leaves) -> Block | str:
     return f"it is unknown which axes of shape {leaf.shape} are inputs"
 
 
-def _out(leaf: ModuleLeaf, leaves: Leaves) -> Block | str:
+def _projection(
+    leaf: ModuleLeaf, leaves: Leaves, matrix: str, axes: tuple[int, ...], tensor: str
+) -> Block | str:
+    """Return the per-neuron block of a value or output projection of an attention.
+
+    Args:
+      leaf: the kernel.
+      leaves: all leaves.
+      matrix: describes a kernel of two axes.
+      axes: the axes of inputs of a kernel of three axes.
+      tensor: describes such a kernel.
+    """
     if len(leaf.inner_shape) == 4:
         leaf = layered(leaf)
     if len(leaf.inner_shape) == 2:
-        return _per_neuron(leaf, leaves, "an attention's projection")
+        return _per_neuron(leaf, leaves, matrix)
     if len(leaf.inner_shape) != 3 or not splits_heads(leaf, leaves):
         return AMBIGUOUS.format(leaf.shape)
-    return layer_block(
-        leaf, "per output neuron", (0, 1), "a projection of shape (heads, head_dim, out)"
-    )
-
-
-def _value(leaf: ModuleLeaf, leaves: Leaves) -> Block | str:
-    if len(leaf.inner_shape) == 4:
-        leaf = layered(leaf)
-    if len(leaf.inner_shape) == 2:
-        return _per_neuron(leaf, leaves, "a value projection")
-    if len(leaf.inner_shape) != 3 or not splits_heads(leaf, leaves):
-        return AMBIGUOUS.format(leaf.shape)
-    return layer_block(leaf, "per output neuron", (0,), "a value of shape (in, heads, head_dim)")
+    return layer_block(leaf, "per output neuron", axes, tensor)

@@ -61,7 +61,7 @@ class ModuleLeaf:
     @property
     def module(self) -> str:
         """Return the module's name in lower case, without Linen's number: `dense` for `Dense_0`."""
-        return without_number(self.module_names[-1]).lower() if self.module_names else ""
+        return re.sub(r"_\d+$", "", self.module_names[-1]).lower() if self.module_names else ""
 
     @property
     def group(self) -> str:
@@ -98,11 +98,6 @@ class ModuleLeaf:
         """Return the leaf with one more stacked axis."""
         stacked = tuple(sorted({*self.stacked, axis}))
         return dataclasses.replace(self, stacked=stacked, why=self.why or why)
-
-
-def without_number(name: str) -> str:
-    """Return `Dense` for `Dense_0`."""
-    return re.sub(r"_\d+$", "", name)
 
 
 def words(name: str) -> set[str]:
@@ -197,7 +192,8 @@ _STACK_AXES = {"layers", "layer", "scan", "stack", "blocks", "stages", "stage", 
 
 def leaves_of(params: optax.Params) -> Leaves:
     """Return a dict from path to leaf with its stacked axes, in flattening order."""
-    names = _partition_names(params)
+    nodes = jax.tree.leaves(params, is_leaf=lambda node: _axis_names(node) is not None)
+    names = [_axis_names(node) or () for node in nodes for _ in jax.tree.leaves(node)]
     leaves = []
     for (path, array), axes in zip(trees.named_leaves(params), names, strict=True):
         leaf = ModuleLeaf(path, tuple(array.shape))
@@ -206,12 +202,6 @@ def leaves_of(params: optax.Params) -> Leaves:
                 leaf = leaf.stack(axis, f"axis {axis} is '{name}' in the metadata")
         leaves.append(leaf)
     return _by_biases({leaf.path: leaf for leaf in _by_components(leaves)})
-
-
-def _partition_names(params: optax.Params) -> list[tuple[Any, ...]]:
-    """Return for each leaf the axis names in Flax's metadata, or ()."""
-    nodes = jax.tree.leaves(params, is_leaf=lambda node: _axis_names(node) is not None)
-    return [_axis_names(node) or () for node in nodes for _ in jax.tree.leaves(node)]
 
 
 def _axis_names(node: object) -> tuple[Any, ...] | None:
@@ -228,13 +218,13 @@ def _axis_names(node: object) -> tuple[Any, ...] | None:
 
 def _by_components(leaves: list[ModuleLeaf]) -> list[ModuleLeaf]:
     """Add stacked axes from path components such as `layers`, if the shapes agree."""
-    told = {leaf.path for leaf in leaves if leaf.stacked}  # metadata takes precedence
+    described = {leaf.path for leaf in leaves if leaf.stacked}  # metadata takes precedence
     members = defaultdict(list)
     for index, leaf in enumerate(leaves):
         for depth in range(1, len(leaf.names)):
             name, following = leaf.names[depth - 1], leaf.names[depth]
             named = name.lower() in _STACKS and not following.isdigit()
-            if (named or _LINEN_STACK.match(name)) and leaf.path not in told:
+            if (named or _LINEN_STACK.match(name)) and leaf.path not in described:
                 members[depth, "/".join(leaf.names[:depth])].append(index)
     result = list(leaves)
     for depth, prefix in sorted(members):

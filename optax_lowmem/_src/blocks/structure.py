@@ -12,6 +12,7 @@ from optax_lowmem._src.blocks.kinds import classify, is_embedding
 from optax_lowmem._src.blocks.leaves import Heads, Leaves, ModuleLeaf, leaves_of, whole
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.block import Block, is_int
+from optax_lowmem._src.core.hyperparameters import check_choice
 
 Rule = tuple[str, Block | Sequence[int] | str]
 
@@ -104,12 +105,9 @@ class Structure:
     def infer(self, params: optax.Params) -> dict[str, Block]:
         """Call `infer` with these arguments."""
         return infer(
-            params,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            rules=self.rules,
+            params, heads=self.heads, kv_heads=self.kv_heads, rules=self.rules,
             default=self.default or "whole",
-        )
+        )  # fmt: skip
 
     def embeddings(self, params: optax.Params) -> set[str]:
         """Return the paths of the embedding tables."""
@@ -137,8 +135,7 @@ def _checked(heads: int | None, kv_heads: int | None, rules: Sequence[Rule], def
     for name, count in (("heads", heads), ("kv_heads", kv_heads)):
         if count is not None and not (is_int(count) and count > 0):
             raise ValueError(f"{name} must be a number of heads >= 1 or None, got {count!r}")
-    if default not in _WORDS:
-        raise ValueError(f"default must be 'whole' or 'elementwise', got {default!r}")
+    check_choice("default", default, _WORDS)
     for rule in rules:
         if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)):
             raise TypeError(
@@ -243,17 +240,10 @@ class Description:
 
     def __str__(self) -> str:
         """Return a line per leaf, with `?` if it was not recognised, and the totals."""
-        cells = [
-            (
-                " " if row.block.known else "?",
-                row.path,
-                "x".join(map(str, row.shape)) or "()",
-                row.words,
-                str(row.values),
-                row.block.reason,
-            )
-            for row in self.rows
-        ]
+        cells = []
+        for row in self.rows:
+            mark, shape = " " if row.block.known else "?", "x".join(map(str, row.shape)) or "()"
+            cells.append((mark, row.path, shape, row.words, str(row.values), row.block.reason))
         widths = [max((len(c[column]) for c in cells), default=0) for column in range(5)]
         lines = [
             f"{mark} {path:<{widths[1]}}  {shape:<{widths[2]}}  {words:<{widths[3]}}  "

@@ -6,10 +6,10 @@ cost is in docs/internals/checkpoints.md.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedIOBase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -25,35 +25,26 @@ _PIECE = 1 << 20  # bytes read and hashed at once: fits a core's cache; smaller 
 _THREADS = 8
 
 
-def own_files(index: int) -> Callable[[str], bool]:
-    """Return a predicate for the files that a process writes, whose paths contain its number."""
-    return lambda name: any(part.split(".")[-1] == f"process_{index}" for part in name.split("/"))
-
-
-def write(folder: "epath.Path", name: str, mine: Callable[[str], bool]) -> None:
-    """Write the checksums of some files of an item to a file in the item's folder.
-
-    Args:
-      folder: the folder of the item, an `epath.Path`.
-      name: name of the file to write.
-      mine: selects files by their path relative to `folder`.
-    """
-    results = [path for path in _files(folder) if mine(path) and path != name]
-    rows = zip(results, _sums(folder, results), strict=True)
-    sums = {path: list(form) for path, form in rows if form}
-    (folder / name).write_text(json.dumps({FORM: sums}))
-
-
 def write_own(folder: "epath.Path") -> None:
-    """Write the checksums of the files that this process wrote."""
-    index = jax.process_index()
-    write(folder, _name_of(index), own_files(index))
+    """Write the checksums of the files of an item that this process wrote."""
+    part = f"process_{jax.process_index()}"  # is in the paths of these files
+    paths = [p for p in _files(folder) if any(s.split(".")[-1] == part for s in p.split("/"))]
+    _write(folder, f"checksums.{part}.json", paths)
 
 
 def write_rest(folder: "epath.Path") -> None:
     """Write the checksums of all other files, including those that `write_own` wrote."""
-    summed = {path for part in _parts(folder) for path in _read(folder, part)}
-    write(folder, NAME, lambda path: path not in summed)
+    parts = [path.name for path in folder.glob("checksums.process_*.json")]
+    summed = {path for part in parts for path in _read(folder, part)}
+    _write(folder, NAME, [path for path in _files(folder) if path not in summed])
+
+
+def _write(folder: "epath.Path", name: str, paths: list[str]) -> None:
+    """Write the checksums of files of an item to a file in the item's folder."""
+    paths = [path for path in paths if path != name]
+    rows = zip(paths, _sums(folder, paths), strict=True)
+    sums = {path: list(form) for path, form in rows if form}
+    (folder / name).write_text(json.dumps({FORM: sums}))
 
 
 def damaged(folder: "epath.Path") -> Iterator[str]:
@@ -92,14 +83,6 @@ def _problem(form: tuple[int, int] | None, wanted: list[int]) -> str | None:
     return "has other bytes than were written" if form[1] != wanted[1] else None
 
 
-def _name_of(index: int) -> str:
-    return f"checksums.process_{index}.json"
-
-
-def _parts(folder: "epath.Path") -> list[str]:
-    return [p.name for p in folder.glob("checksums.process_*.json")]
-
-
 def _read(folder: "epath.Path", name: str) -> dict[str, list[int]]:
     result = json.loads((folder / name).read_text())
     if FORM not in result:
@@ -108,12 +91,16 @@ def _read(folder: "epath.Path", name: str) -> dict[str, list[int]]:
 
 
 def _files(folder: "epath.Path") -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in _walk(folder))
-
-
-def _walk(folder: "epath.Path") -> Iterator[Any]:
-    for path in folder.iterdir():  # an epath has no rglob
-        yield from _walk(path) if path.is_dir() else [path]
+    """Return the paths of all files in a folder, relative to it (an epath has no rglob)."""
+    files: list[str] = []
+    folders = [folder]
+    for parent in folders:
+        for path in parent.iterdir():
+            if path.is_dir():
+                folders.append(path)
+            else:
+                files.append(path.relative_to(folder).as_posix())
+    return sorted(files)
 
 
 def _sums(folder: "epath.Path", paths: Sequence[str]) -> list[tuple[int, int] | None]:

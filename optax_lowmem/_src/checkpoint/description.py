@@ -1,10 +1,10 @@
 """Describe the format of a checkpoint, and compare it with the one that an optimizer expects."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import context, trees
@@ -14,28 +14,13 @@ NAME = "optax_lowmem"
 Forms = dict[str, list[Any]]  # path -> [dtype, shape]
 
 
-def form_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[Any]:
-    """Return [dtype, shape] of an array, in types of JSON."""
-    return [str(leaf.dtype), list(jnp.shape(leaf))]
+_whole_name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")  # every key
 
 
 def forms(tree: object) -> Forms:
-    """Return path -> [dtype, shape] for every array of a tree."""
-    return {path: form_of(leaf) for path, leaf in array_leaves(tree)}
-
-
-def array_leaves(tree: object) -> list[tuple[str, Any]]:
-    """Return (path, leaf) for each leaf of a tree, with every key in the path."""
-    return trees.named_leaves(tree, _whole_name)
-
-
-def _whole_name(path: tuple[object, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def words(form: Sequence[object] | None) -> str:
-    """Return a form as text, such as `int8[64, 128]`; `nothing` for None."""
-    return f"{form[0]}{form[1]}" if form else "nothing"
+    """Return path -> [dtype, shape], in types of JSON, for every array of a tree."""
+    named = trees.named_leaves(tree, _whole_name)
+    return {path: [str(leaf.dtype), list(leaf.shape)] for path, leaf in named}
 
 
 def metadata(tx: optax.GradientTransformation, params: optax.Params) -> dict[str, Any]:
@@ -62,12 +47,21 @@ def metadata(tx: optax.GradientTransformation, params: optax.Params) -> dict[str
       >>> described["slots"]["w"]["mu"]["codec"], described["slots"]["w"]["mu"]["group_size"]
       ('softsign-int8', 32)
     """
-    state, decisions = context.dry_run(tx, params)
+    return describe(params, *context.dry_run(tx, params))
+
+
+def describe(
+    params: optax.Params, state: optax.OptState, decisions: Sequence[context.Decision]
+) -> dict[str, Any]:
+    """Return `metadata`, from the state and the decisions of a `context.dry_run`."""
     slots: dict[str, dict[str, Any]] = {}
     for decision in decisions:
-        if decision.slot != "step":
-            of_leaf = slots.setdefault(decision.path, {})
-            of_leaf[_free_name(decision.slot, of_leaf)] = _described(decision)
+        if decision.slot == "step":
+            continue
+        name, of_leaf = decision.slot, slots.setdefault(decision.path, {})
+        # `mu_1` if the leaf already has a `mu`
+        same = sum(known == name or known.removeprefix(f"{name}_").isdigit() for known in of_leaf)
+        of_leaf[f"{name}_{same}" if same else name] = _described(decision)
     return {
         "format": NAME,
         "version": FORMAT_VERSION,
@@ -75,12 +69,6 @@ def metadata(tx: optax.GradientTransformation, params: optax.Params) -> dict[str
         "slots": slots,
         "state": forms(state),
     }
-
-
-def _free_name(slot: str, taken: Mapping[str, Any]) -> str:
-    """Return a name for a slot: `mu`, or `mu_1` if the leaf already has a `mu`."""
-    same = sum(name == slot or name.removeprefix(f"{slot}_").isdigit() for name in taken)
-    return f"{slot}_{same}" if same else slot
 
 
 def _described(decision: context.Decision) -> dict[str, Any]:
@@ -128,7 +116,11 @@ def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: op
       >>> lowmem.checkpoint.check(saved, lowmem.flash_adamw(3e-4), params)
     """
     check_version(saved)
-    here = metadata(tx, params)
+    compare(saved, metadata(tx, params))
+
+
+def compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise unless a checkpoint's description matches the description of what is expected."""
     lacking = next(_lacking(saved, here), None)
     if lacking is not None:
         raise ValueError(
@@ -211,8 +203,8 @@ def unlike(what: str, saved: Forms, here: Forms, remedy: str) -> Iterator[str]:
     for path, form in here.items():
         if path in saved and list(saved[path]) != form:
             yield (
-                f"{what} '{path}' was saved as {words(saved[path])}, but {words(form)} is expected "
-                f"and arrays are not cast. {remedy}"
+                f"{what} '{path}' was saved as {saved[path][0]}{saved[path][1]}, but "
+                f"{form[0]}{form[1]} is expected and arrays are not cast. {remedy}"
             )
 
 

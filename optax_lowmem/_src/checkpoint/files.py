@@ -1,7 +1,6 @@
 """Orbax checkpoint folders: checks that Orbax omits, and handlers that write checksums."""
 
 import contextlib
-import functools
 import itertools
 import os
 import re
@@ -14,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from optax_lowmem._src.checkpoint import checksums
-from optax_lowmem._src.checkpoint.description import Forms, array_leaves, form_of, forms, unlike
+from optax_lowmem._src.checkpoint.description import forms, unlike
 
 try:
     import fcntl
@@ -99,17 +98,15 @@ def folders(manager: "ocp.CheckpointManager") -> dict[int, Any]:
     return {int(name[1]): path for name, path in named if name and path.is_dir()}
 
 
-def is_complete(folder: "epath.Path") -> bool:
-    """Return whether a folder is a complete checkpoint: has a description, or both trees."""
-    if (folder / DESCRIPTION / "metadata").exists():
-        return True
-    return all((folder / name / "_METADATA").exists() for name in (PARAMS, STATE))
-
-
 def steps(manager: "ocp.CheckpointManager") -> list[int]:
-    """Return the steps that are complete checkpoints."""
-    there = folders(manager)
-    return [step for step in manager.all_steps() if step in there and is_complete(there[step])]
+    """Return the steps that are complete checkpoints: have a description, or both trees."""
+    complete = [
+        step
+        for step, folder in folders(manager).items()
+        if (folder / DESCRIPTION / "metadata").exists()
+        or all((folder / name / "_METADATA").exists() for name in (PARAMS, STATE))
+    ]
+    return [step for step in manager.all_steps() if step in complete]
 
 
 @contextlib.contextmanager
@@ -173,13 +170,11 @@ def check_arrays(manager: "ocp.CheckpointManager", step: int, wanted: Mapping[st
         stored = getattr(result[name], "tree", result[name]) if name in result else None
         if stored is None:  # a manager without these handlers has no metadata
             continue
-        on_disk: Forms = {
-            path: form_of(leaf)
-            for path, leaf in array_leaves(stored)
-            if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        }
+        arrays = jax.tree.map(
+            lambda leaf: leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None, stored
+        )
         remedy = "The files do not belong to the saved description: save the checkpoint again."
-        for problem in unlike(name, on_disk, forms(target), remedy):
+        for problem in unlike(name, forms(arrays), forms(target), remedy):
             raise ValueError(f"step {step} in {manager.directory}: {problem}")
 
 
@@ -207,9 +202,6 @@ def _reading(manager: "ocp.CheckpointManager", step: int, items: Iterable[str]) 
 
 # ---- handlers that write a checksum of every file ------------------------------------------------
 
-if TYPE_CHECKING:
-    from etils import epath  # comes with Orbax
-
 
 def handlers() -> Any:
     """Return handlers that write checksums of the items of `args`, for your `CheckpointManager`.
@@ -232,15 +224,16 @@ def handlers() -> Any:
       []
     """
     ocp = orbax()
-    arrays, json = _kinds()
+    arrays = type("Arrays", (_Summing, ocp.StandardCheckpointHandler), {})
+    json = type("Json", (_Summing, ocp.JsonCheckpointHandler), {})
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    for item in (PARAMS, STATE):
-        handler = arrays()
-        registry.add(item, ocp.args.StandardSave, handler)
-        registry.add(item, ocp.args.StandardRestore, handler)
-    handler = json()
-    registry.add(DESCRIPTION, ocp.args.JsonSave, handler)
-    registry.add(DESCRIPTION, ocp.args.JsonRestore, handler)
+    for item, handler, save, restore in (
+        (PARAMS, arrays(), ocp.args.StandardSave, ocp.args.StandardRestore),
+        (STATE, arrays(), ocp.args.StandardSave, ocp.args.StandardRestore),
+        (DESCRIPTION, json(), ocp.args.JsonSave, ocp.args.JsonRestore),
+    ):
+        registry.add(item, save, handler)
+        registry.add(item, restore, handler)
     return registry
 
 
@@ -248,21 +241,11 @@ def handlers() -> Any:
 def open_manager(path: StrPath, **options: object) -> Iterator[Any]:
     """Open a `CheckpointManager` with these handlers."""
     ocp = orbax()
-    made = ocp.CheckpointManager(
-        absolute(path),
-        handler_registry=handlers(),
-        options=ocp.CheckpointManagerOptions(**options),
-    )
-    with made:
-        yield made
-
-
-@functools.cache
-def _kinds() -> tuple[Any, Any]:
-    """Return the handler classes of arrays and of JSON, made when Orbax is first needed."""
-    ocp = orbax()
-    arrays = type("Arrays", (_Summing, ocp.StandardCheckpointHandler), {})
-    return arrays, type("Json", (_Summing, ocp.JsonCheckpointHandler), {})
+    settings = ocp.CheckpointManagerOptions(**options)
+    with ocp.CheckpointManager(
+        absolute(path), handler_registry=handlers(), options=settings
+    ) as manager:
+        yield manager
 
 
 class _Summing:

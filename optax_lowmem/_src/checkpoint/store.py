@@ -1,5 +1,6 @@
 """Save and restore checkpoints, by path or with the user's `CheckpointManager`."""
 
+import functools
 import operator
 import os
 from collections.abc import Sequence
@@ -12,7 +13,14 @@ import optax
 from jax.sharding import Sharding
 
 from optax_lowmem._src.checkpoint import checksums, files, objects
-from optax_lowmem._src.checkpoint.description import check, check_version, forms, metadata, unlike
+from optax_lowmem._src.checkpoint.description import (
+    check_version,
+    compare,
+    describe,
+    forms,
+    metadata,
+    unlike,
+)
 from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE, StrPath, open_manager
 from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core.placement import beside
@@ -20,6 +28,7 @@ from optax_lowmem._src.core.placement import beside
 # ---- Orbax saves no arrays of size 0, no array without a name, no empty items --------------------
 
 _BARE = "array"  # the name of an array that is the whole tree
+_dotted = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
 
 
 def packed(tree: object) -> Any:
@@ -29,35 +38,28 @@ def packed(tree: object) -> Any:
       ValueError: if two arrays have the same name, which Orbax makes by joining keys with dots.
     """
     trees.named_leaves(tree, _dotted, "in an Orbax checkpoint")
-    kept = jax.tree.map(lambda leaf: leaf if _filled(leaf) else None, tree)
+    kept = jax.tree.map(lambda leaf: None if 0 in jnp.shape(leaf) else leaf, tree)
     if not jax.tree.leaves(kept):
         return None
     return {_BARE: kept} if jax.tree_util.all_leaves([kept]) else kept
 
 
-def _dotted(path: tuple[object, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _filled(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    return 0 not in jnp.shape(leaf)
-
-
-def unpacked(found: object, target: object) -> Any:
+def unpacked(restored: object, target: object) -> Any:
     """Return the tree of `target`, from the arrays of its packed form.
 
     Args:
-      found: what was restored for `packed(target)`; None if that is None.
+      restored: what was restored for `packed(target)`; None if that is None.
       target: abstract arrays with shardings.
     """
-    arrays = iter(jax.tree.leaves(found))
-
-    def leaf(like: jax.ShapeDtypeStruct) -> Any:
-        if _filled(like):
-            return next(arrays)
-        return jnp.zeros(like.shape, like.dtype, device=like.sharding)
-
-    return jax.tree.map(leaf, target)
+    arrays = iter(jax.tree.leaves(restored))
+    return jax.tree.map(
+        lambda like: (
+            jnp.zeros(like.shape, like.dtype, device=like.sharding)
+            if 0 in like.shape
+            else next(arrays)
+        ),
+        target,
+    )
 
 
 # ---- shardings of the restored parameters and state ----------------------------------------------
@@ -245,15 +247,15 @@ def save(
 
 def _save(path: StrPath, step: int, keep: int | None, items: Any) -> None:
     with open_manager(path, enable_async_checkpointing=False) as manager:
-        there = files.folders(manager).get(step)
-        if there is not None and files.is_complete(there):
+        complete = files.steps(manager)
+        if step in complete:
             raise ValueError(f"{path} has a checkpoint of step {step} already: save another step.")
-        if there is not None:
+        if step in files.folders(manager):
             raise ValueError(
                 f"{path} has a folder of step {step} that is not a complete checkpoint: remove "
                 "it, or save another step."
             )
-        newer = sorted(old for old in files.steps(manager) if old > step)
+        newer = sorted(old for old in complete if old > step)
         if keep is not None and len(newer) >= keep:
             raise ValueError(
                 f"step {step} is older than the steps {newer[-keep:]} in {path}, which "
@@ -385,8 +387,8 @@ def restore_from(
             f"step {step} in {manager.directory} was saved with checksums, but files "
             f"'{checksums.NAME}' are missing: restore another step or a copy."
         )
-    check(saved, tx, params_like)
     state_like, decisions = context.dry_run(tx, params_like)
+    compare(saved, describe(params_like, state_like, decisions))
     abstract = targets(params_like, state_like, shardings, decisions)
     wanted = dict(zip((PARAMS, STATE), abstract, strict=True))
     stored = {n: tree for n, t in wanted.items() if (tree := packed(t)) is not None}

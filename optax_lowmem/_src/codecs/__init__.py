@@ -3,61 +3,58 @@
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.codecs.affine import affine as affine
-from optax_lowmem._src.codecs.affine import affine_paper as affine_paper
-from optax_lowmem._src.codecs.base import GroupCodec as GroupCodec
-from optax_lowmem._src.codecs.base import StoredSlot as StoredSlot
-from optax_lowmem._src.codecs.companded import CompandedCodec as CompandedCodec
-from optax_lowmem._src.codecs.companded import linear as linear
-from optax_lowmem._src.codecs.companded import linear4 as linear4
-from optax_lowmem._src.codecs.companded import linear_paper as linear_paper
-from optax_lowmem._src.codecs.companded import softsign as softsign
-from optax_lowmem._src.codecs.companded import softsign4 as softsign4
-from optax_lowmem._src.codecs.companded import softsign_paper as softsign_paper
-from optax_lowmem._src.codecs.companded import sqrt as sqrt
-from optax_lowmem._src.codecs.companded import sqrt4 as sqrt4
-from optax_lowmem._src.codecs.companded import sqrt_paper as sqrt_paper
-from optax_lowmem._src.codecs.expansion import expanded as expanded
-from optax_lowmem._src.codecs.expansion import expanded_dynamic as expanded_dynamic
-from optax_lowmem._src.codecs.expansion import expanded_e4m3 as expanded_e4m3
-from optax_lowmem._src.codecs.expansion import expanded_e5m2 as expanded_e5m2
-from optax_lowmem._src.codecs.float8 import dynamic as dynamic
-from optax_lowmem._src.codecs.float8 import e4m3 as e4m3
-from optax_lowmem._src.codecs.float8 import e5m2 as e5m2
-from optax_lowmem._src.codecs.mapped import log4 as log4
-from optax_lowmem._src.codecs.mapped import normal4 as normal4
-from optax_lowmem._src.codecs.master import SPLITS as SPLITS
-from optax_lowmem._src.codecs.master import BitSplit as BitSplit
-from optax_lowmem._src.codecs.master import MasterSplit as MasterSplit
-from optax_lowmem._src.codecs.master import UlpSplit as UlpSplit
-from optax_lowmem._src.codecs.master import master_split as master_split
-from optax_lowmem._src.codecs.master import split_of as split_of
+from optax_lowmem._src.codecs.affine import affine, affine_paper
+from optax_lowmem._src.codecs.base import GroupCodec, StoredSlot
+from optax_lowmem._src.codecs.companded import (
+    CompandedCodec,
+    linear,
+    linear4,
+    linear_paper,
+    softsign,
+    softsign4,
+    softsign_paper,
+    sqrt,
+    sqrt4,
+    sqrt_paper,
+)
+from optax_lowmem._src.codecs.expansion import (
+    expanded,
+    expanded_dynamic,
+    expanded_e4m3,
+    expanded_e5m2,
+)
+from optax_lowmem._src.codecs.float8 import dynamic, e4m3, e5m2
+from optax_lowmem._src.codecs.mapped import log4, normal4
+from optax_lowmem._src.codecs.master import (
+    SPLITS,
+    BitSplit,
+    MasterSplit,
+    UlpSplit,
+    master_split,
+    split_of,
+)
 from optax_lowmem._src.core import groups, numerics
 from optax_lowmem._src.core.compiled import compiled
+
+__all__ = [
+    "BitSplit", "CODECS", "CompandedCodec", "GroupCodec", "MasterSplit", "SPLITS",
+    "StoredSlot", "UlpSplit", "affine", "affine_paper", "check_groups", "check_stored",
+    "decode_array", "dynamic", "e4m3", "e5m2", "encode_array", "expanded", "expanded_dynamic",
+    "expanded_e4m3", "expanded_e5m2", "linear", "linear4", "linear_paper", "log4",
+    "master_split", "normal4", "softsign", "softsign4", "softsign_paper", "split_of", "sqrt",
+    "sqrt4", "sqrt_paper",
+]  # fmt: skip
 
 _BOTH = (e4m3, e5m2, dynamic, expanded_e4m3, expanded_e5m2, expanded_dynamic)
 CODECS: dict[str, GroupCodec] = {
     codec.name: codec
     for codec in (
-        softsign(),
-        softsign_paper(),
-        sqrt(),
-        sqrt_paper(),
-        linear(),
-        linear_paper(),
-        linear(signed=False),
-        linear_paper(signed=False),
-        linear4(),
-        linear4(signed=False),
-        softsign4(),
-        sqrt4(),
-        normal4(),
-        log4(),
-        affine(),
-        affine_paper(),
+        softsign(), softsign_paper(), sqrt(), sqrt_paper(), linear(), linear_paper(),
+        linear(signed=False), linear_paper(signed=False), linear4(), linear4(signed=False),
+        softsign4(), sqrt4(), normal4(), log4(), affine(), affine_paper(),
         *(build(signed) for build in _BOTH for signed in (True, False)),
     )
-}
+}  # fmt: skip
 
 
 def check_groups(x: jax.Array, group_size: int) -> None:
@@ -80,7 +77,13 @@ def check_stored(
       ValueError: if codes and scales do not match each other or the codec.
     """
     check_groups(codes, group_size)
-    length = codec.length_of(codes, length)
+    if length is None:
+        if codec.codes_per_byte > 1:
+            raise ValueError(
+                f"{codec.name} stores {codec.codes_per_byte} codes per byte, so {codes.shape[-1]} "
+                "bytes do not determine the length of the values' last axis: pass length="
+            )
+        length = codes.shape[-1]
     forms = codec.storage((*codes.shape[:-1], length), group_size)
     given = StoredSlot(codes, scales)
     if not given.is_like(forms):

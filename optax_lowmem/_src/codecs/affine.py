@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.codecs.base import GroupCodec, Span, guard
+from optax_lowmem._src.codecs.base import GroupCodec, ScaleFormat, Span, guard
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.reprs import ShowsChanges
 
 _PAPER_MIN_RANGE = 1e-5  # minimum range of the reference implementation
 _FAR = 1024.0  # codes: positions further than this from the zero-point are clipped in any case
@@ -23,13 +22,12 @@ _SLACK = 2.0**-10  # codes: f32 rounding error of positions up to 255
 
 
 @dataclasses.dataclass(frozen=True)
-class AffineScale(ShowsChanges):
+class AffineScale(ScaleFormat):
     """Scale and zero-point z of a group in 32 bits: 24 of the (positive) f32 scale, 8 of z."""
 
-    name: str = "f24+z8"
-    dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.uint32))
-    relative_error: float = 2.0**-16
-    absolute_error: float = 0.0
+    name = "f24+z8"
+    dtype = jnp.dtype(jnp.uint32)
+    relative_error = 2.0**-16
 
     def encode(self, delta: jax.Array, zero: jax.Array) -> jax.Array:
         """Return the uint32 of a scale's bits (a multiple of 2^7) and z + 128 in [0, 255]."""
@@ -97,13 +95,7 @@ class AffineCodec(GroupCodec):
         return self.scale.encode(bits, zero), Grid(step, (zero - 128).astype(jnp.float32))
 
     def quantize(self, x: jax.Array, divisor: Grid, noise: jax.Array | None = None) -> jax.Array:
-        """Return codes of f32 values, elementwise; `divisor` and `noise` broadcast.
-
-        Args:
-          x: f32 values of any shape.
-          divisor: the grid (from `measure`) of each element's group.
-          noise: uniforms in [0, 1) for stochastic rounding; None rounds to nearest.
-        """
+        """Return codes of f32 values; `divisor` is the grid of each element's group."""
         if not self.guarded:
             steps = numerics.quotient(x, divisor.step)
             return self._paper_codes(jnp.clip(steps, -_FAR, _FAR), divisor.zero, noise)

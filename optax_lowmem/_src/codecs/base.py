@@ -6,7 +6,7 @@ kernel body call the same functions. Only `GroupCodec.storage` defines the store
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,21 @@ def guard(bits: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Float32Scale(ShowsChanges):
+class ScaleFormat(ShowsChanges):
+    """Storage format of scales, with bounds of its rounding errors."""
+
+    name: ClassVar[str]
+    dtype: ClassVar[jnp.dtype]
+    relative_error: ClassVar[float] = 0.0
+    absolute_error: ClassVar[float] = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Float32Scale(ScaleFormat):
     """f32, four bytes per group: resolves second moments that change by 5e-4 per step."""
 
-    name: str = "f32"
-    dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.float32))
-    relative_error: float = 0.0
-    absolute_error: float = 0.0
+    name = "f32"
+    dtype = jnp.dtype(jnp.float32)
 
     def encode(self, absmax: jax.Array) -> jax.Array:
         """Return stored scales from the bits of the group maxima."""
@@ -47,17 +55,16 @@ class Float32Scale(ShowsChanges):
 
 
 @dataclasses.dataclass(frozen=True)
-class E8M8Scale(ShowsChanges):
+class E8M8Scale(ScaleFormat):
     """Unsigned float with 8 exponent and 8 mantissa bits: two bytes per group, the range of f32.
 
     Encoding rounds up: a scale below the group maximum would clip the largest value a little at
     every step, and a slow moving average would end up to 16 % too small.
     """
 
-    name: str = "e8m8"
-    dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.uint16))
-    relative_error: float = 2.0**-8
-    absolute_error: float = 0.0
+    name = "e8m8"
+    dtype = jnp.dtype(jnp.uint16)
+    relative_error = 2.0**-8
 
     def encode(self, absmax: jax.Array) -> jax.Array:
         """Return stored scales from the bits of the group maxima, rounded up to 8 mantissa bits."""
@@ -69,13 +76,13 @@ class E8M8Scale(ShowsChanges):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float16Scale(ShowsChanges):
+class Float16Scale(ScaleFormat):
     """FP16 as in the paper, two bytes per group; unguarded: 0 under 3e-8, inf over 65504."""
 
-    name: str = "f16"
-    dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.float16))
-    relative_error: float = 2.0**-11
-    absolute_error: float = 2.0**-25  # half the spacing of its subnormals
+    name = "f16"
+    dtype = jnp.dtype(jnp.float16)
+    relative_error = 2.0**-11
+    absolute_error = 2.0**-25  # half the spacing of its subnormals
 
     def encode(self, absmax: jax.Array) -> jax.Array:
         """Return stored scales from the bits of the group maxima."""
@@ -84,9 +91,6 @@ class Float16Scale(ShowsChanges):
     def decode(self, stored: jax.Array) -> jax.Array:
         """Return f32 scales."""
         return stored.astype(jnp.float32)
-
-
-ScaleFormat = Float32Scale | E8M8Scale | Float16Scale
 
 
 # ---- the codec -----------------------------------------------------------------------------------
@@ -115,10 +119,6 @@ class Span(NamedTuple):
 
     values: jax.Array
     largest: bool = True  # reduce by the maximum, else by the minimum
-
-    def over_groups(self) -> jax.Array:
-        """Return the maximum (or minimum) over each group, the last axis."""
-        return (jnp.max if self.largest else jnp.min)(self.values, axis=-1)
 
     def of_two(self, one: jax.Array, other: jax.Array) -> jax.Array:
         """Return the elementwise maximum (or minimum) of two arrays."""
@@ -193,21 +193,6 @@ class GroupCodec(ShowsChanges, abc.ABC):
                 f"be a multiple of {self.codes_per_byte}, got {group_size}"
             )
 
-    def length_of(self, stored: jax.Array, length: int | None) -> int:
-        """Return the length of the values' last axis: `length`, or that of `stored` if None.
-
-        Raises:
-          ValueError: if `length` is None and packed bytes do not determine it.
-        """
-        if length is not None:
-            return length
-        if self.codes_per_byte > 1:
-            raise ValueError(
-                f"{self.name} stores {self.codes_per_byte} codes per byte, so {stored.shape[-1]} "
-                "bytes do not determine the length of the values' last axis: pass length="
-            )
-        return stored.shape[-1]
-
     def pack(self, codes: jax.Array) -> jax.Array:
         """Return the stored form of codes [..., n]; unused bits of a row's last byte are 0."""
         if self.bits == 8:
@@ -242,7 +227,9 @@ class GroupCodec(ShowsChanges, abc.ABC):
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, Any]:
         """Return the stored scales [..., groups] of a group view, and divisors for `quantize`."""
-        return self.scaled(tuple(span.over_groups() for span in self.spans(x)))
+        spans = self.spans(x)
+        ends = tuple((jnp.max if s.largest else jnp.min)(s.values, axis=-1) for s in spans)
+        return self.scaled(ends)
 
     @abc.abstractmethod
     def spans(self, x: jax.Array) -> tuple[Span, ...]:

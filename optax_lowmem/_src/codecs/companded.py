@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from optax_lowmem._src.codecs.base import (
     Float16Scale,
     Float32Scale,
     GroupCodec,
-    ScaleFormat,
     Span,
 )
 from optax_lowmem._src.core import numerics
@@ -40,7 +39,7 @@ class CompandedCodec(GroupCodec):
       signed: whether values may be negative.
     """
 
-    scale: ScaleFormat = dataclasses.field(default_factory=Float32Scale)
+    scale: Any = dataclasses.field(default_factory=Float32Scale)
 
     least: ClassVar[float] = _MIN_NORMAL  # `magnitude` of the smallest normal number
 
@@ -71,13 +70,16 @@ class CompandedCodec(GroupCodec):
         """Return the unit of the results of `expand`, from a scale; computed once per group."""
         return scale
 
-    @abc.abstractmethod
     def expand(self, z: jax.Array) -> jax.Array:
         """Return y at a position z, divided by the group's `unit`."""
+        return z
 
-    @abc.abstractmethod
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """Return noise < P(up), without a division, for a position z with floor `lo`."""
+        """Return noise < P(up), without a division, for a position z with floor `lo`.
+
+        P(up) is z - lo where decoded values are linear between neighbouring codes.
+        """
+        return noise < z - lo
 
     def decode_magnitude(self, code: jax.Array, scale: jax.Array) -> jax.Array:
         """Return |x| (f32) of a non-negative code."""
@@ -89,17 +91,14 @@ class CompandedCodec(GroupCodec):
         `quantize` needs the magnitudes in any case; if x is reduced instead, the GPU's assembler
         computes them twice, before and after the reduction.
         """
-        y = self.magnitude(x) if self._from_magnitudes else x
+        y = self.magnitude(x) if not self.signed and numerics.in_gpu_kernel() else x
         return (Span(numerics.magnitude_bits(y, self.signed)),)
-
-    @property
-    def _from_magnitudes(self) -> bool:
-        return not self.signed and numerics.in_gpu_kernel()
 
     def scaled(self, ends: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         """Return stored scales, and the `divisor` of each."""
         absmax = numerics.from_bits(ends[0].astype(jnp.uint32))
-        absmax = absmax if self._from_magnitudes else self.magnitude(absmax)
+        if self.signed or not numerics.in_gpu_kernel():
+            absmax = self.magnitude(absmax)
         stored = self.scale.encode(numerics.to_bits(absmax))
         if self.guarded:
             return stored, self.divisor(self.scale.decode(stored))
@@ -108,17 +107,12 @@ class CompandedCodec(GroupCodec):
     def quantize(
         self, x: jax.Array, divisor: jax.Array, noise: jax.Array | None = None
     ) -> jax.Array:
-        """Return codes of f32 values, elementwise; `divisor` and `noise` broadcast.
-
-        Args:
-          x: f32 values of any shape.
-          divisor: result of `measure` for each element's group.
-          noise: uniforms in [0, 1) for stochastic rounding; None rounds to nearest.
-        """
+        """Return codes of f32 values, as `GroupCodec.quantize`."""
         y = self.magnitude(x)
         z = jnp.minimum(self.position(y, divisor), jnp.float32(self.levels))
-        if noise is None and not self.guarded:
-            return self._paper_codes(x, z)
+        if noise is None and not self.guarded:  # rounded as by the official implementation
+            position = jnp.where(x < 0, -z, z) if self.signed else z
+            return jnp.floor(position + jnp.float32(0.5)).astype(jnp.int32).astype(self.dtype)
         if noise is not None:
             lo = jnp.floor(z)
             z = lo + self.rises(noise, z, lo).astype(jnp.float32)
@@ -128,11 +122,6 @@ class CompandedCodec(GroupCodec):
             normal = y >= self.least if numerics.in_gpu_kernel() else x >= _MIN_NORMAL
             z = jnp.maximum(z, normal.astype(jnp.float32))
         return numerics.round_to_byte(z)
-
-    def _paper_codes(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        """Return floor(x + 0.5) of the signed position, as the official implementation rounds."""
-        signed = jnp.where(x < 0, -z, z) if self.signed else z
-        return jnp.floor(signed + jnp.float32(0.5)).astype(jnp.int32).astype(self.dtype)
 
     def units(self, stored: jax.Array) -> jax.Array:
         """Return the unit of each group for `dequantize`, from its stored scale."""
@@ -180,7 +169,7 @@ class SoftsignCodec(CompandedCodec):
       bits: bits per code.
     """
 
-    scale: ScaleFormat = dataclasses.field(default_factory=E8M8Scale)
+    scale: Any = dataclasses.field(default_factory=E8M8Scale)
     bits: int = 8
 
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
@@ -274,10 +263,6 @@ class SqrtCodec(CompandedCodec):
             scale = jnp.where(scale > most, most, scale)
         return scale * jnp.float32(1 / self.levels)
 
-    def expand(self, z: jax.Array) -> jax.Array:
-        """Return z."""
-        return z
-
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
         """Return noise < P with P = (z^2 - lo^2) / (2 lo + 1): unbiased in v, not in sqrt(v)."""
         return lo * (lo + 2 * noise) + noise < z * z
@@ -334,14 +319,6 @@ class LinearCodec(CompandedCodec):
     def unit(self, scale: jax.Array) -> jax.Array:
         """Return s / levels."""
         return scale * jnp.float32(1 / self.levels)
-
-    def expand(self, z: jax.Array) -> jax.Array:
-        """Return z."""
-        return z
-
-    def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """Return noise < P with P = z - lo."""
-        return noise < z - lo
 
 
 def linear(signed: bool = True) -> LinearCodec:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.codecs.base import GroupCodec, Span, guard
+from optax_lowmem._src.codecs.base import GroupCodec, ScaleFormat, Span, guard
 from optax_lowmem._src.codecs.float8 import (
     DynamicCodec,
     E4M3Codec,
@@ -18,7 +18,6 @@ from optax_lowmem._src.codecs.float8 import (
     e5m2,
 )
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.reprs import ShowsChanges
 
 _K_BITS = 15  # stored bits of k: 4 of the exponent, 11 of the mantissa
 _K_DROPPED = 23 - (_K_BITS - 4)
@@ -34,7 +33,7 @@ _SLACK_PER_OCTAVE = 2.0**-21  # and for each octave below the maximum
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpansionScale(ShowsChanges):
+class ExpansionScale(ScaleFormat):
     """Maximum and exponent k of a group in 32 bits: 17 of the f32 maximum, 15 of k.
 
     The maximum is rounded up. k has 4 exponent and 11 mantissa bits (2^-4 to 4095) and is rounded
@@ -47,10 +46,9 @@ class ExpansionScale(ShowsChanges):
     balances both, and only 16 + 16 has less noise under stochastic rounding.
     """
 
-    name: str = "f17+k15"
-    dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.uint32))
-    relative_error: float = 2.0**-9
-    absolute_error: float = 0.0
+    name = "f17+k15"
+    dtype = jnp.dtype(jnp.uint32)
+    relative_error = 2.0**-9
 
     def representable(self, k: jax.Array) -> jax.Array:
         """Return the largest storable k that is at most the given one."""
@@ -163,13 +161,7 @@ class ExpandedCodec(GroupCodec):
         return numerics.log2(self._magnitude(x) * power.inverse) * power.k + power.start
 
     def quantize(self, x: jax.Array, divisor: Power, noise: jax.Array | None = None) -> jax.Array:
-        """Return codes of f32 values, elementwise; `divisor` and `noise` broadcast.
-
-        Args:
-          x: f32 values of any shape.
-          divisor: the `Power` (from `measure`) of each element's group.
-          noise: uniforms in [0, 1) for stochastic rounding; None rounds expanded values to nearest.
-        """
+        """Return codes of f32 values; without noise, expanded values are rounded to nearest."""
         codes = self.inner.round_octaves(self._octaves(x, divisor), noise, divisor.odds)
         codes = jnp.where(self._magnitude(x) >= jnp.float32(_MIN_NORMAL), codes, jnp.int32(0))
         codes = jnp.where(x < 0, -codes, codes) if self.signed else codes

@@ -97,10 +97,6 @@ class MinifloatCodec(CompandedCodec):
         bits = numerics.to_bits(self._number(steps))
         return numerics.from_bits(bits | (numerics.to_bits(z) & jnp.uint32(_SIGN)))
 
-    def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """Return noise < P with P = z - lo: numbers are linear between neighbouring codes."""
-        return noise < z - lo
-
     # -- powers of the numbers: see expansion.py
 
     def octaves(self, code: jax.Array) -> jax.Array:

@@ -3,7 +3,6 @@
 The implementation is chosen at trace time by `supported`, never by catching errors.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -27,28 +26,9 @@ from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 def encode_plain(
     codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None = None, slot: str = ""
 ) -> tuple[jax.Array, jax.Array]:
-    """Return codes and scales of an array [..., n], shaped as in `codec.storage`.
-
-    Args:
-      codec: the codec to store it with.
-      x: values [..., n], f32 or 16-bit.
-      group_size: neighbours on the last axis that share a scale.
-      key: a uint32 scalar for stochastic rounding, from `random.leaf_key`; None rounds to nearest.
-      slot: name of the leaf's slot, for the random bits.
-    """
+    """Encode as `encode`, with noise from a key: the specification of every kernel."""
     noise = None if key is None else random.uniforms(key, x.shape, group_size, slot)
     return encode_array(codec, x, group_size, noise)
-
-
-def decode_plain(
-    codec: GroupCodec,
-    codes: jax.Array,
-    scales: jax.Array,
-    group_size: int,
-    length: int | None = None,
-) -> jax.Array:
-    """Return f32 values of the codes and scales of `encode`; `length` is for packed codes."""
-    return decode_array(codec, codes, scales, group_size, length)
 
 
 # ---- the choice of the implementation ------------------------------------------------------------
@@ -59,7 +39,7 @@ _MAX_LANES = 1 << 14  # 16 elements per thread of the largest program
 
 # jitted, so that the default branch beside a kernel is traced once per shape
 _encode_by_xla = jax.jit(encode_plain, static_argnames=("codec", "group_size", "slot"))
-_decode_by_xla = jax.jit(decode_plain, static_argnames=("codec", "group_size", "length"))
+_decode_by_xla = jax.jit(decode_array, static_argnames=("codec", "group_size", "length"))
 
 
 def supported(x: Any, group_size: int, codec: GroupCodec | None = None) -> str | None:
@@ -117,32 +97,6 @@ def _choose(codec: GroupCodec, x: Any, group_size: int, implementation: str | No
     return implementation
 
 
-def _encode_anywhere(
-    codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None, slot: str
-) -> tuple[jax.Array, jax.Array]:
-    """Run `encode_plain`; on Explicit axes, shard codes and scales as in an optimizer's state."""
-    forms = codec.storage(x.shape, group_size)
-    shardings = tuple(explicit.of_state(slot, x, form.shape, group_size) for form in forms)
-    encode = functools.partial(_with_key, codec, group_size, slot)
-    return explicit.left_to_xla(encode, shardings, x, key)
-
-
-def _with_key(codec: GroupCodec, group_size: int, slot: str, x: Any, key: Any) -> Any:
-    return encode_plain(codec, x, group_size, key, slot)
-
-
-def _decode_anywhere(
-    codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int, length: int
-) -> jax.Array:
-    """Run `decode_plain`; on Explicit axes, the values have the sharding of the codes."""
-
-    def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        return decode_plain(codec, codes, scales, group_size, length)
-
-    shardings = explicit.of_values(codes, length)
-    return explicit.left_to_xla(decode, shardings, codes, scales)
-
-
 def encode(
     codec: GroupCodec,
     x: jax.Array,
@@ -182,7 +136,12 @@ def encode(
     check_groups(x, group_size)
     chosen = _choose(codec, x, group_size, implementation)
     if chosen == "xla":
-        return _encode_anywhere(codec, x, group_size, key, slot)
+        # on Explicit axes, codes and scales are sharded as in an optimizer's state
+        forms = codec.storage(x.shape, group_size)
+        shardings = tuple(explicit.of_state(slot, x, form.shape, group_size) for form in forms)
+        return explicit.left_to_xla(
+            lambda x, key: encode_plain(codec, x, group_size, key, slot), shardings, x, key
+        )
     from optax_lowmem._src.codecs import group_codec_triton
 
     def kernel(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -193,8 +152,7 @@ def encode(
 
     if implementation is not None:
         return kernel(x, key)
-    # a computation for the host's CPU may be traced on a machine with a GPU
-    return jax.lax.platform_dependent(x, key, cuda=kernel, default=plain)
+    return platform.on_cuda(kernel, plain, x, key)
 
 
 def decode(
@@ -234,7 +192,10 @@ def decode(
     length = check_stored(codec, codes, scales, group_size, length)
     chosen = _choose(codec, codes, group_size, implementation)
     if chosen == "xla":
-        return _decode_anywhere(codec, codes, scales, group_size, length)
+        return explicit.left_to_xla(
+            lambda codes, scales: decode_array(codec, codes, scales, group_size, length),
+            explicit.of_values(codes, length), codes, scales,
+        )  # fmt: skip
     from optax_lowmem._src.codecs import group_codec_triton
 
     def kernel(codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -245,4 +206,4 @@ def decode(
 
     if implementation is not None:
         return kernel(codes, scales)
-    return jax.lax.platform_dependent(codes, scales, cuda=kernel, default=plain)
+    return platform.on_cuda(kernel, plain, codes, scales)

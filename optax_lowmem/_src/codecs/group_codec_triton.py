@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.codecs import GroupCodec, group_codec
+from optax_lowmem._src.codecs import GroupCodec, decode_array, group_codec
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.groups import Tile, Tiling, result_like
 from optax_lowmem._src.kernels import gpu_kernel, gpu_triton, tiles
@@ -83,17 +83,7 @@ def encode(
     tile: Tile = Tile(),  # noqa: B008 (frozen)
     backend: str = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
-    """Run `group_codec.encode_plain` as one kernel.
-
-    Args:
-      codec: the codec to store it with.
-      x: values [..., n], f32 or 16-bit.
-      group_size: neighbours on the last axis that share a scale.
-      key: a uint32 scalar for stochastic rounding; None rounds to nearest.
-      slot: name of the leaf's slot, for the random bits.
-      tile: elements and warps per program.
-      backend: as for `gpu_kernel.launch`.
-    """
+    """Run `group_codec.encode_plain` as one kernel; `backend` is that of `gpu_kernel.launch`."""
     tiling = Tiling(x.shape, group_size, tile.elements)
     wanted = functools.partial(group_codec.encode_plain, codec, group_size=group_size)
     codes, scales = jax.eval_shape(wanted, x, key=key)
@@ -117,20 +107,8 @@ def decode(
     tile: Tile = Tile(),  # noqa: B008 (frozen)
     backend: str = "pallas",
 ) -> jax.Array:
-    """Run `group_codec.decode_plain` as one kernel.
-
-    Args:
-      codec: the codec that encoded them.
-      codes: stored codes.
-      scales: [..., ceil(n / group_size)].
-      group_size: neighbours on the last axis that share a scale.
-      length: n; required if codes share bytes.
-      tile: elements and warps per program.
-      backend: as for `gpu_kernel.launch`.
-    """
-    wanted = functools.partial(
-        group_codec.decode_plain, codec, group_size=group_size, length=length
-    )
+    """Run `decode_array` as one kernel; `backend` is that of `gpu_kernel.launch`."""
+    wanted = functools.partial(decode_array, codec, group_size=group_size, length=length)
     values = jax.eval_shape(wanted, codes, scales)
     tiling = Tiling(values.shape, group_size, tile.elements)
     viewed = tiling.of_bytes(codec.codes_per_byte).element_view(codes)

@@ -40,10 +40,6 @@ class MappedCodec(CompandedCodec):
         y = _interpolate(jnp.abs(z), self.knots)
         return jnp.where(z < 0, -y, y) if self.signed else y
 
-    def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """Return noise < P with P = z - lo: the table is linear between neighbouring codes."""
-        return noise < z - lo
-
 
 # ---- normal: first moments in 4 bits, at quantiles of a normal distribution ----------------------
 

@@ -23,14 +23,29 @@ _PARTS = 64
 _KEYS = ("out_sharding", "optimizer_sharding", "sharding", "sharding_names")
 
 
+def _kind(node: object) -> str | None:
+    """Return `box`, `variable`, or the field with the axes; None if a node has no metadata.
+
+    A node with named axes is a dataclass with the fields `array` and either `axes` (names and
+    sizes) or `axis_names` (strings): haliax's `NamedArray`, depending on its version.
+    """
+    cls = type(node)
+    if hasattr(cls, "unbox") and hasattr(cls, "replace_boxed"):
+        return "box"
+    if hasattr(cls, "get_metadata") and hasattr(cls, "replace"):
+        return "variable"
+    fields = set(getattr(cls, "__dataclass_fields__", ()))
+    return next((name for name in ("axes", "axis_names") if fields == {"array", name}), None)
+
+
 def is_box(node: object) -> bool:
     """Return whether a node is an array with Linen metadata, such as `Partitioned`."""
-    return hasattr(type(node), "unbox") and hasattr(type(node), "replace_boxed")
+    return _kind(node) == "box"
 
 
 def is_variable(node: object) -> bool:
     """Return whether a node is an NNX `Variable`."""
-    return hasattr(type(node), "get_metadata") and hasattr(type(node), "replace")
+    return _kind(node) == "variable"
 
 
 def pure(tree: Any) -> Any:
@@ -38,18 +53,6 @@ def pure(tree: Any) -> Any:
     from flax import nnx
 
     return (getattr(nnx, "as_pure", None) or nnx.pure)(tree)  # its name before Flax 0.12.7
-
-
-def _axes_field(node: object) -> str | None:
-    """Return the field with the axes of an array with named axes; None for other nodes.
-
-    Such a node is a dataclass with the fields `array` and either `axes` (names and sizes) or
-    `axis_names` (strings): haliax's `NamedArray`, depending on its version.
-    """
-    fields = getattr(type(node), "__dataclass_fields__", ())
-    if len(fields) != 2 or "array" not in fields:
-        return None
-    return next((name for name in ("axes", "axis_names") if name in fields), None)
 
 
 def unboxed(tree: optax.Params) -> optax.Params:
@@ -96,7 +99,8 @@ def like(
 
 
 def has_metadata(node: object) -> bool:
-    return is_box(node) or is_variable(node) or _axes_field(node) is not None
+    """Return whether a node is an array with metadata, of any kind."""
+    return _kind(node) is not None
 
 
 def _fitted(node: Any, rest: Iterable[Any]) -> Any:
@@ -110,7 +114,8 @@ def _fitted(node: Any, rest: Iterable[Any]) -> Any:
     if is_variable(node):
         return fitted_variable(jax.tree.unflatten(treedef, arrays), shape, whole)
     sizes, pairs = _sizes(jax.sharding.get_abstract_mesh()), list(zip(shape, whole, strict=False))
-    if (field := _axes_field(node)) is not None:
+    field = _kind(node)
+    if field is not None and field != "box":
         axes = _axes(getattr(node, field), shape, [_splits_as(*pair, sizes) for pair in pairs])
         return dataclasses.replace(node, **{"array": arrays[0], field: axes})
     keeps = [_splits_on_any(*pair, sizes) for pair in pairs]
@@ -138,20 +143,20 @@ def _axes(axes: tuple[Any, ...], shape: tuple[int, ...], keeps: list[bool]) -> t
     return tuple(type(axes[0])(*axis) for axis in zip(names, shape, strict=True))
 
 
-def _splits_on_any(own: int, whole: int, sizes: dict[str, int]) -> bool:
-    """Return whether every number of shards that divides `whole` entries divides `own`."""
+def _splits_on_any(entries: int, whole: int, sizes: dict[str, int]) -> bool:
+    """Return whether every number of shards that divides `whole` entries divides `entries`."""
+    if entries == whole:
+        return True
     devices = max(math.prod(sizes.values()), jax.device_count())
     parts = max(_PARTS, 1 << (devices - 1).bit_length())
-    if own == whole:
-        return True
-    if own == 0 or own % parts or whole % own:
+    if entries == 0 or entries % parts or whole % entries:
         return False
-    size = whole // own
+    size = whole // entries
     return size & (size - 1) == 0  # else an odd number of shards may split a group
 
 
-def _splits_as(own: int, whole: int, sizes: dict[str, int]) -> bool:
-    """Return whether all mesh axes that divide `whole` entries also divide `own`.
+def _splits_as(entries: int, whole: int, sizes: dict[str, int]) -> bool:
+    """Return whether all mesh axes that divide `whole` entries also divide `entries`.
 
     If the mesh is not known, this must hold for every mesh.
     """
@@ -159,7 +164,7 @@ def _splits_as(own: int, whole: int, sizes: dict[str, int]) -> bool:
     for size in sizes.values():
         counts |= {size * count for count in counts}
     parts = [count for count in counts if whole % count == 0] if sizes else [None]
-    return all(_splits(count, own, whole, sizes) for count in parts)
+    return all(_splits(count, entries, whole, sizes) for count in parts)
 
 
 def _sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
@@ -204,12 +209,12 @@ def _fitting(
     axes = tuple(spmd.apply_rules(PartitionSpec(*names), rules))
     if whole is None:  # the parameter's shape, hence the groups, are unknown
         keeps = [
-            own % (_parts(axis, sizes) or 1) == 0 for axis, own in zip(axes, shape, strict=False)
+            size % (_parts(axis, sizes) or 1) == 0 for axis, size in zip(axes, shape, strict=False)
         ]
     else:
         keeps = [
-            _splits(_parts(axis, sizes), own, of, sizes)
-            for axis, own, of in zip(axes, shape, whole, strict=False)
+            _splits(_parts(axis, sizes), size, of, sizes)
+            for axis, size, of in zip(axes, shape, whole, strict=False)
         ]
     fitting = _names(names, shape, shape if whole is None else whole, keeps)
     if fitting == names:
@@ -221,15 +226,15 @@ def _fitting(
 
 def _parts(axes: Any, sizes: dict[str, int]) -> int | None:
     """Return the number of shards along a dimension, or None if the mesh lacks its axes."""
-    own = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
-    return math.prod(sizes[a] for a in own) if all(a in sizes for a in own) else None
+    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    return math.prod(sizes[a] for a in names) if all(a in sizes for a in names) else None
 
 
-def _splits(parts: int | None, own: int, whole: int, sizes: dict[str, int]) -> bool:
-    """Return whether `own` entries split into `parts` shards like the parameter's `whole` entries.
+def _splits(parts: int | None, size: int, whole: int, sizes: dict[str, int]) -> bool:
+    """Return whether a dimension of `size` splits into `parts` shards as the parameter's does.
 
     If `parts` is None, they must split on every mesh that splits `whole`.
     """
     if parts is None:
-        return _splits_on_any(own, whole, sizes)
-    return own == whole or parts == 1 or (own > 0 and own % parts == 0 and whole % own == 0)
+        return _splits_on_any(size, whole, sizes)
+    return size == whole or parts == 1 or (size > 0 and size % parts == 0 and whole % size == 0)

@@ -38,8 +38,8 @@ def clean_params(params: optax.Params, state: optax.OptState) -> Any:
     results: dict[str, jax.Array] = {}
     leaves = trees.named_leaves(params)
     shapes = {path: jnp.shape(leaf) for path, leaf in leaves}
-    for own in trees.states_with(state, FIELD, trees.is_ours):
-        for path, clean in trees.named_leaves(own.clean):
+    for node in trees.states_with(state, FIELD, trees.is_ours):
+        for path, clean in trees.named_leaves(node.clean):
             if clean.ndim == 0 or shapes.get(path) != clean.shape:
                 continue
             if path in results:

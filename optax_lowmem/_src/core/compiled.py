@@ -31,12 +31,18 @@ def compiled(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, named))
-        eager = is_eager(leaves) and not jax.config.jax_disable_jit  # type: ignore[attr-defined]
-        if not eager or _on_different_devices(leaves) or numerics.in_kernel():
+        if not is_eager(leaves) or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return function(*args, **named)
-        arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
+        committed = {x.sharding for x in leaves if isinstance(x, jax.Array) and x.committed}
+        devices = {frozenset(sharding.device_set) for sharding in committed}
+        if len(devices) > 1 or numerics.in_kernel():
+            return function(*args, **named)
+        is_array = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
+        arrays = [x if array else None for x, array in zip(leaves, is_array, strict=True)]
         # 1, 1.0 and True are equal, but trace differently
-        static = tuple(None if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+        static = tuple(
+            None if array else (type(x), x) for x, array in zip(leaves, is_array, strict=True)
+        )
         return _run(function, treedef, static, arrays)
 
     return call  # type: ignore[return-value]
@@ -54,16 +60,6 @@ def is_free(leaves: list[Any]) -> bool:
     """
     arrays = all(isinstance(leaf, jax.Array) for leaf in leaves) and is_eager(leaves)
     return arrays and not any(leaf.committed for leaf in leaves)
-
-
-def _on_different_devices(leaves: Iterable[object]) -> bool:
-    """Return whether the leaves include arrays committed to different sets of devices."""
-    arrays = (leaf for leaf in leaves if isinstance(leaf, jax.Array))
-    return len({frozenset(s.device_set) for s in {a.sharding for a in arrays if a.committed}}) > 1
-
-
-def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -73,96 +73,117 @@ class Masters:
     sampled: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
-_decisions: ContextVar[list[Decision] | None] = ContextVar("decisions", default=None)
-_policies: ContextVar[list[Any] | None] = ContextVar("policies", default=None)
-_emitted: ContextVar[dict[str, jax.Array] | None] = ContextVar("emitted", default=None)
-_implementation: ContextVar[str | None] = ContextVar("implementation", default=None)
-_placements: ContextVar[Mapping[str, Placement] | None] = ContextVar("placements", default=None)
-_masters: ContextVar[Masters | None] = ContextVar("masters", default=None)
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What an `init`, or a trial of an update, reports through the closures of optax's wrappers.
+
+    Each field is None where nobody has asked for it.
+
+    Attributes:
+      decisions: how each slot is stored.
+      policies: the policies that were consulted.
+      masters: values from `lowmem.init`, and values for it.
+      emitted: updates of optimizers that split or round weights, by leaf path.
+    """
+
+    decisions: list[Decision] | None = None
+    policies: list[Any] | None = None
+    masters: Masters | None = None
+    emitted: dict[str, jax.Array] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepArguments:
+    """Arguments of `lowmem.step` that optax's wrappers would not pass to the optimizer inside.
+
+    Attributes:
+      implementation: the implementation that the caller chose, or None for the fastest.
+      placements: the sharding of each leaf, by path, or None.
+      tuning: tile and launch sizes that a tuner tries, or None for those of the device.
+    """
+
+    implementation: str | None = None
+    placements: Mapping[str, Placement] | None = None
+    tuning: Any = None
+
+
+# an optax state holds arrays only, so what an `init` decided has no other way out of its wrappers
+_context: ContextVar[Context] = ContextVar("context", default=Context())  # noqa: B039 (frozen)
+# optax's wrappers call `update` with arguments of their choice, so these have no other way in
+_step: ContextVar[StepArguments] = ContextVar("step", default=StepArguments())  # noqa: B039 (frozen)
 
 
 @contextlib.contextmanager
-def _bound(variable: ContextVar[T | None], value: T) -> Iterator[T]:
-    token = variable.set(value)
+def _bound(field: str, value: T) -> Iterator[T]:
+    """Set one field of the `Context`."""
+    change: dict[str, Any] = {field: value}
+    token = _context.set(dataclasses.replace(_context.get(), **change))
     try:
         yield value
     finally:
-        variable.reset(token)
+        _context.reset(token)
 
 
 def recording() -> contextlib.AbstractContextManager[list[Decision]]:
     """Collect the decisions of every `init` that runs in this context."""
-    return _bound(_decisions, [])
+    return _bound("decisions", [])
 
 
-@contextlib.contextmanager
-def absorbing() -> Iterator[list[Decision]]:
+def absorbing() -> contextlib.AbstractContextManager[list[Decision]]:
     """Hide decisions in this context from an enclosing `recording`; yield them if there is one."""
-    if _decisions.get() is None:
-        yield []
-        return
-    with recording() as decisions:
-        yield decisions
+    return recording() if is_recording() else contextlib.nullcontext([])
 
 
 def noting_policies() -> contextlib.AbstractContextManager[list[Any]]:
     """Collect the policies that every `init` in this context consults."""
-    return _bound(_policies, [])
+    return _bound("policies", [])
 
 
 def note_policy(policy: Any) -> None:
     """Report a consulted policy to an enclosing `noting_policies`."""
-    log = _policies.get()
+    log = _context.get().policies
     if log is not None and policy not in log:
         log.append(policy)
 
 
-def is_observed() -> bool:
-    """Return whether a `recording`, `noting_policies` or `providing` context is active."""
-    variables = _decisions, _policies, _masters
-    return any(variable.get() is not None for variable in variables)
+def current() -> Context:
+    """Return what enclosing contexts have asked for."""
+    return _context.get()
 
 
 def is_recording() -> bool:
     """Return whether a `recording` is active, in which an `init` need not inform the user."""
-    return _decisions.get() is not None
+    return _context.get().decisions is not None
 
 
 def emitting() -> contextlib.AbstractContextManager[dict[str, jax.Array]]:
     """Collect the updates that split optimizers emit in this context, by leaf path."""
-    return _bound(_emitted, {})
+    return _bound("emitted", {})
 
 
 def providing(masters: Masters) -> contextlib.AbstractContextManager[Masters]:
     """Pass corrections and a seed to every `init` that runs in this context."""
-    return _bound(_masters, masters)
+    return _bound("masters", masters)
 
 
-def implementing(name: str | None) -> contextlib.AbstractContextManager[str | None]:
-    """Make steps that are traced in this context use this implementation."""
-    return _bound(_implementation, name)
+@contextlib.contextmanager
+def stepping(**changes: Any) -> Iterator[None]:
+    """Set some of the `StepArguments` of steps that are traced in this context."""
+    token = _step.set(dataclasses.replace(_step.get(), **changes))
+    try:
+        yield
+    finally:
+        _step.reset(token)
 
 
-def implementation() -> str | None:
-    """Return the implementation set by an enclosing `implementing`, or None."""
-    return _implementation.get()
-
-
-def placing(
-    placements: Mapping[str, Placement] | None,
-) -> contextlib.AbstractContextManager[Mapping[str, Placement] | None]:
-    """Set the placement of each leaf, by path, for steps that are traced in this context."""
-    return _bound(_placements, placements)
-
-
-def is_placing() -> bool:
-    """Return whether an enclosing `placing` context has the sharding of any leaf."""
-    return bool(_placements.get())
+def step_arguments() -> StepArguments:
+    """Return the `StepArguments` that an enclosing `stepping` set."""
+    return _step.get()
 
 
 def placement(path: str) -> Placement | None:
-    """Return the `Placement` of a leaf in the enclosing `placing` context, or None."""
-    return (_placements.get() or {}).get(path)
+    """Return the `Placement` of a leaf in the enclosing `stepping` context, or None."""
+    return (_step.get().placements or {}).get(path)
 
 
 def dry_run(
@@ -178,26 +199,21 @@ def dry_run(
 
 def record(decision: Decision) -> None:
     """Report a decision to an enclosing `recording`."""
-    log = _decisions.get()
+    log = _context.get().decisions
     if log is not None:
         log.append(decision)
 
 
-def is_emitting() -> bool:
-    """Return whether an enclosing `emitting` context collects updates."""
-    return _emitted.get() is not None
-
-
 def emit(path: str, update: jax.Array) -> None:
     """Report the update of a leaf that its optimizer splits or rounds to an `emitting` context."""
-    log = _emitted.get()
+    log = _context.get().emitted
     if log is not None:
         log[path] = update
 
 
 def provided_correction(path: str) -> jax.Array | None:
     """Return the correction that `lowmem.init` provides for a leaf, or None."""
-    masters = _masters.get()
+    masters = _context.get().masters
     if masters is None or path not in masters.corrections:
         return None
     if path in masters.taken:
@@ -220,16 +236,16 @@ def joining(
       packs: names of the leaves of each pack, by the pack's name.
       join: joins the leaves' arrays into one.
     """
-    masters = _masters.get()
+    masters = _context.get().masters
     if masters is None:
         yield
         return
     corrections, selected = dict(masters.corrections), list(masters.taken)
     for name, leaves in packs.items():
-        own = [provided_correction(leaf) for leaf in leaves]
+        provided = [provided_correction(leaf) for leaf in leaves]
         for leaf in leaves:
             corrections.pop(leaf, None)
-        kept = [correction for correction in own if correction is not None]
+        kept = [correction for correction in provided if correction is not None]
         if len(kept) == len(leaves):
             corrections[name] = join(kept)
     with providing(dataclasses.replace(masters, corrections=corrections, taken=selected)) as inner:
@@ -239,20 +255,20 @@ def joining(
 
 def provided_original(path: str) -> jax.Array | None:
     """Return the f32 parameter passed to `lowmem.init`, or None."""
-    masters = _masters.get()
+    masters = _context.get().masters
     return None if masters is None or masters.originals is None else masters.originals.get(path)
 
 
 def hand_sampled(path: str, weight: jax.Array) -> None:
     """Pass the initial weight with noise to `lowmem.init`."""
-    masters = _masters.get()
+    masters = _context.get().masters
     if masters is not None:
         masters.sampled[path] = weight
 
 
 def provided_seed(default: int) -> jax.Array:
     """Return the seed passed to `lowmem.init`, else `default`, as uint32 []."""
-    masters = _masters.get()
+    masters = _context.get().masters
     seed = default if masters is None or masters.seed is None else masters.seed
     if isinstance(seed, int) and not isinstance(seed, bool):
         if not -(2**31) <= seed < 2**32:

@@ -13,13 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core.compiled import is_eager
-from optax_lowmem._src.core.placement import (
-    Placement,
-    beside,
-    entry,
-    placement,
-    sharding_of_state,
-)
+from optax_lowmem._src.core.placement import Placement, beside, entry, placement
 from optax_lowmem._src.core.typing import Shaped, Tree
 
 
@@ -52,10 +46,7 @@ def of_state(path: str, x: Shaped, shape: tuple[int, ...], group_size: int) -> N
       shape: shape of the state array.
       group_size: number of neighbours of the parameter's last axis that share a scale.
     """
-    place = placement_of(path, x)
-    if place is None:
-        return None
-    return sharding_of_state(place, tuple(x.shape), shape, (group_size,))
+    return beside(path, tuple(x.shape), sharding_of(x), shape, (group_size,))
 
 
 def of_values(codes: Any, length: int) -> NamedSharding | None:
@@ -88,22 +79,22 @@ def filled(path: str, x: Any, form: jax.ShapeDtypeStruct, group_size: int, value
         return jnp.full_like(x, value, dtype=form.dtype)
     given = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if not isinstance(given, NamedSharding) or sharding_of(x) is not None:
-        own = of_state(path, x, form.shape, group_size)
-        return laid(jnp.full(form.shape, value, form.dtype), own)
-    own = beside(path, tuple(x.shape), given, form.shape, (group_size,))
-    return jnp.full(form.shape, value, form.dtype, device=own)
+        placed = of_state(path, x, form.shape, group_size)
+        return reshard(jnp.full(form.shape, value, form.dtype), placed)
+    placed = beside(path, tuple(x.shape), given, form.shape, (group_size,))
+    return jnp.full(form.shape, value, form.dtype, device=placed)
 
 
-def laid(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+def reshard(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
     """Reshard an array to the given sharding; return it unchanged if there is none."""
     if sharding is None or sharding_of(x) == sharding:
         return x
     return jax.sharding.reshard(x, sharding)
 
 
-def laid_like(tree: Tree, other: object) -> Tree:
+def reshard_like(tree: Tree, other: object) -> Tree:
     """Reshard the arrays of a tree to the shardings in the types of another tree's arrays."""
-    return jax.tree.map(lambda x, like: laid(x, sharding_of(like)), tree, other)
+    return jax.tree.map(lambda x, like: reshard(x, sharding_of(like)), tree, other)
 
 
 def left_to_xla(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
@@ -118,15 +109,11 @@ def left_to_xla(function: Callable[..., Any], shardings: Any, *args: Any) -> Any
       The result, with these shardings if the types of `args` have Explicit axes.
     """
     leaves = jax.tree.leaves(args)
-    meshes = [s.mesh for s in map(sharding_of, leaves) if s is not None]
-    if not meshes:
+    mesh = next((s.mesh for s in map(sharding_of, leaves) if s is not None), None)
+    if mesh is None:
         return function(*args)
-    mesh = meshes[0]
-
-    def filled(sharding: NamedSharding | None) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec()) if sharding is None else sharding
-
-    out = jax.tree.map(filled, shardings, is_leaf=lambda node: node is None)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    out = jax.tree.map(lambda s: s or replicated, shardings, is_leaf=lambda node: node is None)
     free = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
     return (jax.jit(free) if is_eager(leaves) else free)(*args)
 
@@ -150,8 +137,6 @@ def on_each_device(
       *args: trees of arrays.
     """
     if typed:
-        args = jax.tree.map(lambda spec, x: laid(x, NamedSharding(mesh, spec)), specs, args)
-    mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
-    )
-    return mapped(*args)
+        args = jax.tree.map(lambda spec, x: reshard(x, NamedSharding(mesh, spec)), specs, args)
+    how = {"in_specs": specs, "out_specs": out_specs, "check_vma": False}
+    return jax.shard_map(function, mesh=mesh, **how)(*args)

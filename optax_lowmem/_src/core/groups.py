@@ -109,8 +109,8 @@ class Tiling:
         if codes_per_byte == 1:
             return self
         shape = scale_shape(self.shape, codes_per_byte)
-        own = dataclasses.replace(self, shape=shape, group_size=self.group_size // codes_per_byte)
-        return dataclasses.replace(own, elements=self.rows * own.lanes)
+        size = self.group_size // codes_per_byte
+        return Tiling(shape, size, self.rows * Tiling(shape, size, 1).lanes)
 
     @functools.cached_property
     def width(self) -> int:

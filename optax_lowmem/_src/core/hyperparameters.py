@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +14,19 @@ from jax.typing import ArrayLike
 from optax_lowmem._src.core.compiled import compiled
 
 
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise unless an option has one of these values."""
+    choices = tuple(choices)
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
 def check_range(name: str, value: object, low: float, high: float = math.inf) -> None:
     """Raise unless a number is in [low, high); schedules and 32-bit arrays pass."""
-    if not callable(value) and not _is_real(value):
-        raise TypeError(f"{name} must be a number, an f32 scalar or a schedule, got {value!r}")
-    _check_dtype(name, value)
+    if not callable(value):
+        _check_real(
+            name, value, f"{name} must be a number, an f32 scalar or a schedule, got {value!r}"
+        )
     if not isinstance(value, int | float | np.number):
         return
     if not low <= value < high:
@@ -30,11 +38,12 @@ def check_schedule(name: str, schedule: Callable[[jax.Array], Any]) -> None:
     """Raise unless the first value of a schedule is a real number >= 0."""
     with jax.ensure_compile_time_eval():
         first = schedule(jnp.zeros((), jnp.int32))
-        if first is not None and not _is_real(first):
-            raise TypeError(
+        if first is not None:
+            error = (
                 f"the schedule of {name} gives {first!r} in the first step, and must be a function "
                 "that returns a number or an f32 scalar."
             )
+            _check_real(name, first, error)
         value = as_f32(name, first)
         if not isinstance(value, jax.core.Tracer) and not float(value) >= 0:
             raise ValueError(
@@ -42,17 +51,15 @@ def check_schedule(name: str, schedule: Callable[[jax.Array], Any]) -> None:
             )
 
 
-def _is_real(value: object) -> bool:
-    """Return whether a value is a real number or array: neither complex nor bool."""
+def _check_real(name: str, value: object, error: str) -> None:
+    """Raise for a complex number or bool, and for a 16-bit hyperparameter, in which 0.999 is 1."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
-
-
-def _check_dtype(name: str, value: object) -> None:
-    """Raise for a 16-bit hyperparameter, in which 0.999 would be 1."""
-    dtype = getattr(value, "dtype", None)
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if not real:
+        raise TypeError(error)
     if dtype is not None and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
         raise TypeError(
             f"hyperparameter {name} is {dtype}, in which 0.999 is 1. Give f32 (of a schedule too); "
@@ -75,9 +82,7 @@ def as_f32(name: str, value: object) -> jax.Array:
             f"{name} takes a number or an f32 scalar here, not a schedule ({value!r}): schedule it "
             "with lowmem.inject_hyperparams."
         )
-    if not _is_real(value):
-        raise TypeError(f"{name} must be a number or an f32 scalar, got {value!r}")
-    _check_dtype(name, value)
+    _check_real(name, value, f"{name} must be a number or an f32 scalar, got {value!r}")
     scalar = jnp.asarray(value, jnp.float32)
     if scalar.ndim:
         raise TypeError(
@@ -154,8 +159,8 @@ class Formula:
 
     def __call__(self, count: jax.Array) -> dict[str, jax.Array]:
         """Return f32 scalars; a user's schedule is called outside of `compiled`."""
-        own = [value for value in jax.tree.leaves(self.arguments) if callable(value)]
-        if not all(isinstance(schedule, PowerDecay) for schedule in own):
+        schedules = [value for value in jax.tree.leaves(self.arguments) if callable(value)]
+        if not all(isinstance(schedule, PowerDecay) for schedule in schedules):
             return self.function(*self.arguments, count)
         return compiled(self.function)(*self.arguments, count)
 

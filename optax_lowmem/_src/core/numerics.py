@@ -47,7 +47,8 @@ class Approximations:
     gpu: bool = True
 
 
-# arithmetic of the kernel whose body is being traced
+# the arithmetic of the kernel whose body is being traced: codecs and rules, which XLA and kernels
+# call alike, would otherwise pass it to every function of this module
 _approximations: ContextVar[Approximations | None] = ContextVar("approximations", default=None)
 
 
@@ -80,21 +81,16 @@ def canonical_nan(bits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(from_bits(bits)), jnp.uint32(NAN_BITS), bits)
 
 
-def _bounded_by(choose: Callable[..., jax.Array]) -> Callable[[jax.Array, int], jax.Array]:
-    """Return choose(bits, limit) as a function of uint32 bits and a limit below 2^31."""
-
-    def bounded(bits: jax.Array, limit: int) -> jax.Array:
-        kernel = _approximations.get()
-        if kernel is None or kernel.gpu:
-            return choose(bits, jnp.uint32(limit))
-        # Mosaic has the minimum and maximum of signed integers only
-        signed = lax.bitcast_convert_type(bits, jnp.int32)
-        return lax.bitcast_convert_type(choose(signed, limit), jnp.uint32)
-
-    return bounded
+def at_most(bits: jax.Array, limit: int) -> jax.Array:
+    """Return min(bits, limit) of uint32 bits under 2^31, by the integers that Mosaic compares."""
+    signed = lax.bitcast_convert_type(bits, jnp.int32)
+    return lax.bitcast_convert_type(jnp.minimum(signed, limit), jnp.uint32)
 
 
-at_most, at_least = _bounded_by(jnp.minimum), _bounded_by(jnp.maximum)
+def at_least(bits: jax.Array, limit: int) -> jax.Array:
+    """Return max(bits, limit); see `at_most`."""
+    signed = lax.bitcast_convert_type(bits, jnp.int32)
+    return lax.bitcast_convert_type(jnp.maximum(signed, limit), jnp.uint32)
 
 
 def magnitude_bits(x: jax.Array, signed: bool = True) -> jax.Array:

@@ -1,6 +1,7 @@
 """Packs, which concatenate several leaves into one vector: packing and unpacking of trees."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -30,16 +31,12 @@ class InPack:
 
 def layout(tree: object) -> tuple[list[str], Packs]:
     """Return the names of a tree's leaves, packed ones included, and the leaves of each pack."""
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_in_pack)
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda n: isinstance(n, InPack))
     packs: dict[str, list[str]] = {}
     for path, node in nodes:
         if isinstance(node, InPack):
             packs.setdefault(node.pack, [node.pack]).append(trees.path_name(path))
     return [trees.path_name(path) for path, _ in nodes], packs
-
-
-def _is_in_pack(node: object) -> bool:
-    return isinstance(node, InPack)
 
 
 def pack(tree: optax.Params, packs: Packs) -> Any:
@@ -48,9 +45,10 @@ def pack(tree: optax.Params, packs: Packs) -> Any:
     Elements are in the order of the leaves, each leaf in row-major order.
     """
     named = dict(trees.named_leaves(tree))
-    vectors = _vectors([[named[leaf] for leaf in leaves] for leaves in packs.values()])
-    nodes: dict[str, Any] = {leaf: InPack(name) for name, own in packs.items() for leaf in own}
-    nodes |= dict(zip(packs, vectors, strict=True))
+    nodes: dict[str, Any] = {}
+    for name, leaves in packs.items():
+        nodes |= dict.fromkeys(leaves, InPack(name))
+        nodes[name] = join([named[leaf] for leaf in leaves])
     return array_metadata.like(tree, [nodes.get(name, leaf) for name, leaf in named.items()])
 
 
@@ -69,56 +67,38 @@ def unpacked(tree: object, like: Mapping[str, Shaped]) -> dict[str, Any]:
     """
     _, packs = layout(tree)
     named = dict(trees.named_leaves(tree))
-    vectors: list[jax.Array] = []
-    shapes: list[list[tuple[int, ...]]] = []
     for name, leaves in packs.items():
         if not all(leaf in like for leaf in leaves):
             continue
         if not jnp.ndim(named[name]):
             named |= dict.fromkeys(leaves, named[name])
             continue
-        own = [tuple(like[leaf].shape) for leaf in leaves]
-        size = sum(map(math.prod, own))
+        shapes = [tuple(like[leaf].shape) for leaf in leaves]
+        size = sum(map(math.prod, shapes))
         if named[name].shape != (size,):
             raise ValueError(
                 f"the pack of '{name}' and {len(leaves) - 1} more leaves has the shape "
                 f"{list(named[name].shape)}, but these leaves have {size} elements: the state is "
                 "of other parameters. Pass those passed to init, or call init on these."
             )
-        vectors.append(named[name])
-        shapes.append(own)
-    whole = [name for name in packs if name in like and jnp.ndim(named[name])]
-    for name, parts in zip(whole, _parts(vectors, shapes), strict=True):
-        named |= dict(zip(packs[name], parts, strict=True))
+        named |= dict(zip(leaves, _parts(named[name], shapes), strict=True))
     return named
 
 
 def join(leaves: list[Any]) -> Any:
     """Concatenate leaves into a vector; shapes give a shape."""
-    return _vectors([leaves])[0]
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return jax.eval_shape(_join, leaves)
+    return compiled(_join)(leaves)
 
 
-def _vectors(groups: list[list[Any]]) -> list[Any]:
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for own in groups for leaf in own):
-        return [
-            jax.ShapeDtypeStruct((sum(math.prod(leaf.shape) for leaf in own),), own[0].dtype)
-            for own in groups
-        ]
-    return _joined(groups) if groups else []
+def _join(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves])
 
 
 @compiled
-def _joined(groups: list[list[jax.Array]]) -> list[jax.Array]:
-    return [jnp.concatenate([jnp.ravel(leaf) for leaf in own]) for own in groups]
-
-
-@compiled
-def _parts(vectors: list[jax.Array], shapes: list[list[tuple[int, ...]]]) -> list[list[jax.Array]]:
-    parts = []
-    for vector, own in zip(vectors, shapes, strict=True):
-        ends = [0]
-        for shape in own:
-            ends.append(ends[-1] + math.prod(shape))
-        rows = zip(ends, ends[1:], own, strict=False)
-        parts.append([vector[start:end].reshape(shape) for start, end, shape in rows])
-    return parts
+def _parts(vector: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+    ends = itertools.accumulate(map(math.prod, shapes))
+    return [
+        vector[end - math.prod(s) : end].reshape(s) for end, s in zip(ends, shapes, strict=True)
+    ]

@@ -23,6 +23,12 @@ def entry(axes: Axes) -> None | str | Axes:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
+def axes_of(spec: PartitionSpec, rank: int) -> list[Axes]:
+    """Return the mesh axes that shard each dimension."""
+    entries = [*spec, *[None] * (rank - len(spec))]
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """The sharding of an array.
@@ -65,12 +71,12 @@ class Placement:
 
     def cut_groups(self, shape: tuple[int, ...], group_size: int) -> str | None:
         """Describe how shards cut through groups of the last axis; None if they do not."""
-        own = shape[-1] // self.parts(-1)
-        if self.parts(-1) == 1 or own % group_size == 0:
+        length = shape[-1] // self.parts(-1)
+        if self.parts(-1) == 1 or length % group_size == 0:
             return None
         return (
-            f"shards of {own} on the last axis, but groups of {group_size}: some groups span two "
-            "devices"
+            f"shards of {length} on the last axis, but groups of {group_size}: some groups span "
+            "two devices"
         )
 
     def cuts_some(self, shape: tuple[int, ...], group_sizes: Iterable[int]) -> bool:
@@ -79,19 +85,19 @@ class Placement:
 
 
 def _splits(
-    place: Placement, whole: tuple[int, ...], d: int, own: int, group_sizes: frozenset[int]
+    place: Placement, whole: tuple[int, ...], d: int, entries: int, group_sizes: frozenset[int]
 ) -> bool:
-    """Return whether `own` entries along a dimension can be sharded as the parameter's are.
+    """Return whether `entries` entries along a dimension can be sharded as the parameter's are.
 
     Neighbours that one entry covers (a group, a head) must be in one shard.
     """
-    if whole[d] == own:
+    if whole[d] == entries:
         return True
-    if own == 0 or own % place.parts(d):
+    if entries == 0 or entries % place.parts(d):
         return False
-    if any(own == groups.group_count(whole[d], size) for size in group_sizes):
+    if any(entries == groups.group_count(whole[d], size) for size in group_sizes):
         return d < len(whole) - 1 or not place.cuts_some(whole, group_sizes)
-    return whole[d] % own == 0
+    return whole[d] % entries == 0
 
 
 def sharding_of_state(
@@ -111,8 +117,8 @@ def sharding_of_state(
     sizes = frozenset(group_sizes)
     axes: list[Axes] = []
     if len(shape) == len(whole):
-        axes = [own if _splits(place, whole, d, shape[d], sizes) else ()
-                for d, own in enumerate(place.axes)]  # fmt: skip
+        for d, names in enumerate(place.axes):
+            axes.append(names if _splits(place, whole, d, shape[d], sizes) else ())
     return NamedSharding(place.mesh, PartitionSpec(*map(entry, axes)))
 
 
@@ -133,12 +139,11 @@ def placement(
     """
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding or PartitionSpec()
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else mesh
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+    axes = axes_of(spec, len(shape))
     where = f"parameter '{path}' of shape {shape} with {spec}"
     if len(axes) > len(shape):
         raise ValueError(f"{where}: the spec has more entries than the parameter has dimensions.")
-    named = [axis for own in axes for axis in own]
+    named = [axis for names in axes for axis in names]
     for axis in named:
         if axis not in mesh.shape:
             raise ValueError(f"{where}: the mesh has no axis '{axis}', only {tuple(mesh.shape)}.")
@@ -186,10 +191,6 @@ def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | Abstract
     return mesh
 
 
-def _is_sharding(node: object) -> bool:
-    return node is None or isinstance(node, NamedSharding | PartitionSpec)
-
-
 def of_parameters(params: optax.Params, shardings: object) -> list[Sharding]:
     """Return the sharding of each parameter: a NamedSharding, a PartitionSpec or None.
 
@@ -197,14 +198,14 @@ def of_parameters(params: optax.Params, shardings: object) -> list[Sharding]:
       ValueError: if the trees have different structures.
     """
     names = [name for name, _ in trees.named_leaves(params)]
-    result = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=_is_sharding)
+    result = jax.tree_util.tree_leaves_with_path(
+        shardings, is_leaf=lambda n: n is None or isinstance(n, NamedSharding | PartitionSpec)
+    )
     other = [trees.path_name(path) for path, _ in result]
-    if other != names:
-        missing = [name for name in names if name not in other]
-        extra = [name for name in other if name not in names]
+    if differs := trees.difference(names, other):
         raise ValueError(
-            "the shardings do not have the structure of the parameters: missing "
-            f"{missing[:3]}, extra {extra[:3]}. Give one for each; None means replicated."
+            f"the shardings do not have the structure of the parameters: {differs}. Give one for "
+            "each; None means replicated."
         )
     return [sharding for _, sharding in result]
 

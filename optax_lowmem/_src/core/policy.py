@@ -13,8 +13,6 @@ from optax_lowmem._src.core import context, varying
 from optax_lowmem._src.core.reprs import ShowsChanges
 from optax_lowmem._src.core.trees import holds, mask_values, named_leaves
 
-_SCALAR = "a 0-d leaf has no group"
-
 
 @dataclasses.dataclass(frozen=True)
 class Policy(ShowsChanges):
@@ -61,22 +59,17 @@ class Policy(ShowsChanges):
         """
         context.note_policy(self)
         if not shape:
-            return _SCALAR
+            return "a 0-d leaf has no group"
         size = math.prod(shape)
         if size == 0:
             return "the leaf is empty"
-        if size < self.min_size and not (stored and varying.of_parts()):
+        if size < self.min_size and not (stored and varying.sees_shards()):
             return f"{size} elements, fewer than min_size={self.min_size}"
         for pattern in self.exclude:
             of_slot, glob = _parsed(pattern)
             if of_slot in ("", slot) and fnmatch.fnmatchcase(path, glob):
                 return f"excluded by the pattern '{pattern}'"
         return None
-
-    def unmatched(self, paths: Iterable[str]) -> list[str]:
-        """Return the patterns of `exclude` that match none of these paths, in any slot."""
-        paths = list(paths)
-        return [p for p in self.exclude if not fnmatch.filter(paths, _parsed(p)[1])]
 
     def masked_out(self, tree: optax.Params) -> set[str]:
         """Return the paths of the leaves that the mask leaves uncompressed."""
@@ -92,13 +85,17 @@ def unmatched_patterns(policies: Iterable[Policy], tree: optax.Params) -> list[s
     return [
         f"the pattern {pattern!r} of Policy.exclude matches no leaf"
         for policy in policies
-        for pattern in policy.unmatched(paths)
+        for pattern in policy.exclude
+        if not fnmatch.filter(paths, _parsed(pattern)[1])
     ]
 
 
 def warn_of_patterns(policy: Policy, tree: optax.Params) -> None:
     """Warn of patterns that match nothing, unless `tree` is masked or a caller will warn."""
-    if not policy.exclude or context.is_observed() or not jax.tree.leaves(tree):
+    now = context.current()
+    if any(asked is not None for asked in (now.decisions, now.policies, now.masters)):
+        return
+    if not policy.exclude or not jax.tree.leaves(tree):
         return
     if not holds(tree, lambda node: isinstance(node, optax.MaskedNode)):
         for warning in unmatched_patterns([policy], tree):

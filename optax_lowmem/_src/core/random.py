@@ -61,14 +61,14 @@ def part_keys(keys: jax.Array, *starts: jax.Array) -> jax.Array:
     """
     rows = keys
     for axis, start in enumerate(starts):
-        rows = rows + start.astype(jnp.uint32) * _odd(axis)
+        rows = rows + start.astype(jnp.uint32) * odd(axis)
     return jnp.stack([rows, keys], axis=-1)
 
 
 def key_of_part(key: jax.Array, *starts: jax.Array) -> jax.Array:
     """Return `part_keys` of one leaf, or of a part of it, from its key or pair: uint32 [2]."""
-    row, own = row_and_lane_keys(key)
-    return jnp.stack([part_keys(row, *starts)[0], own])
+    row_key, lane_key = row_and_lane_keys(key)
+    return jnp.stack([part_keys(row_key, *starts)[0], lane_key])
 
 
 def element_keys(keys: jax.Array, place: jax.Array, group_size: int) -> jax.Array:
@@ -79,7 +79,7 @@ def element_keys(keys: jax.Array, place: jax.Array, group_size: int) -> jax.Arra
       place: index of the element, an integer [].
       group_size: number of neighbours that share R.
     """
-    rows = keys + (place // group_size).astype(jnp.uint32) * _odd(0)
+    rows = keys + (place // group_size).astype(jnp.uint32) * odd(0)
     lane = (place % group_size).astype(jnp.uint32) * jnp.uint32(_GOLDEN)
     # the key whose first lane has the bits of this lane
     lanes = _unmix(mix(keys ^ jnp.uint32(_LANE_SALT)) + lane) ^ jnp.uint32(_LANE_SALT)
@@ -109,17 +109,17 @@ def noise_bits(
     """Return the random bits of an array [..., n], uint32: parts R [..., groups] and C [n]."""
     row_key, lane_key = row_and_lane_keys(key)
     grouped = groups.scale_shape(shape, group_size)
-    coordinates = []
-    for axis, size in enumerate(grouped):
-        dims = [1] * len(grouped)
-        dims[axis] = size
-        coordinates.append(lax.broadcasted_iota(jnp.uint32, tuple(dims), axis))
     lane = lane_bits(lane_key, lax.iota(jnp.uint32, min(group_size, shape[-1])))
-    return row_bits(row_key, coordinates), jnp.tile(lane, grouped[-1])[: shape[-1]]
+    return row_bits(row_key, indices(grouped)), jnp.tile(lane, grouped[-1])[: shape[-1]]
 
 
-def _odd(axis: int) -> jax.Array:
-    return jnp.uint32(zlib.crc32(b"axis %d" % axis) | 1)
+def indices(shape: tuple[int, ...]) -> list[jax.Array]:
+    """Return the uint32 indices along each axis of an array, which broadcast to its shape."""
+    result = []
+    for axis, size in enumerate(shape):
+        dims = (*[1] * axis, size, *[1] * (len(shape) - axis - 1))
+        result.append(lax.broadcasted_iota(jnp.uint32, dims, axis))
+    return result
 
 
 def row_bits(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
@@ -133,7 +133,7 @@ def row_bits(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
 
 def _place(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
     for axis, index in enumerate(coordinates):
-        key = key + index * _odd(axis)
+        key = key + index * odd(axis)
     return key
 
 
@@ -142,9 +142,9 @@ def word_keys(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     return word_keys_of(*row_and_lane_keys(key))
 
 
-def word_keys_of(row_key: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
+def word_keys_of(row_key: jax.Array, lane_key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return `word_keys` of the two keys of a pair; for a whole leaf both are its key."""
-    return row_key, mix(own ^ jnp.uint32(_WORD_SALT))
+    return row_key, mix(lane_key ^ jnp.uint32(_WORD_SALT))
 
 
 def words(
@@ -164,7 +164,7 @@ def words(
     drawn = []
     for draw in range(count):
         tweak = keys[1] + jnp.uint32(draw * _GOLDEN & 0xFFFFFFFF)
-        drawn.append(mix(place + jnp.uint32(draw) * _odd(axis), tweak))
+        drawn.append(mix(place + jnp.uint32(draw) * odd(axis), tweak))
     return drawn
 
 
@@ -173,16 +173,17 @@ def lane_bits(key: jax.Array, lanes: jax.Array) -> jax.Array:
     return mix(mix(key ^ jnp.uint32(_LANE_SALT)) + lanes * jnp.uint32(_GOLDEN))
 
 
-def salt(slot: str) -> int:
-    """Return the odd number of a slot."""
-    return zlib.crc32(slot.encode()) | 1
+def odd(name: str | int) -> jax.Array:
+    """Return the odd number of a slot, by its name, or of an axis, by its number."""
+    text = name if isinstance(name, str) else f"axis {name}"
+    return jnp.uint32(zlib.crc32(text.encode()) | 1)
 
 
 def slot_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
     """Return uint32 of an array's shape from `noise_bits`, for one slot; upper bits are random."""
     # no reshape: Triton would then move data between threads
-    lanes, odd = lax.expand_dims(lane, range(row.ndim - lane.ndim)), salt(slot)
-    return (groups.spread(row, lane.shape[-1], group_size) + lanes) * jnp.uint32(odd)
+    lanes = lax.expand_dims(lane, range(row.ndim - lane.ndim))
+    return (groups.spread(row, lane.shape[-1], group_size) + lanes) * odd(slot)
 
 
 def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
@@ -201,7 +202,7 @@ def leaf_bits(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str
     *leading, last = (lax.broadcasted_iota(jnp.uint32, whole, axis) for axis in range(len(whole)))
     row = row_bits(row_key, [*leading, last // jnp.uint32(group_size)])
     bits = row + lane_bits(lane_key, last % jnp.uint32(group_size))
-    return (bits * jnp.uint32(salt(slot))).reshape(shape)
+    return (bits * odd(slot)).reshape(shape)
 
 
 def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str = "") -> jax.Array:

@@ -15,16 +15,11 @@ class ShowsChanges:
 
     def __repr__(self) -> str:
         """Return `Class(field=value, ...)`."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        changed = [
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in fields
-            if f.repr and getattr(self, f.name) != _default(f)
-        ]
+        changed = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            made: Any = field.default_factory
+            # `MISSING`, the default of a field without one, equals no value
+            default = field.default if made is dataclasses.MISSING else made()
+            if field.repr and getattr(self, field.name) != default:
+                changed.append(f"{field.name}={getattr(self, field.name)!r}")
         return f"{type(self).__name__}({', '.join(changed)})"
-
-
-def _default(field: Any) -> Any:
-    """Return the default of a field; `MISSING`, which equals no value, if it has none."""
-    made = field.default_factory
-    return field.default if made is dataclasses.MISSING else made()

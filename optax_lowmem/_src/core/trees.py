@@ -134,30 +134,33 @@ def match(what: str, tree: optax.Updates, params: optax.Params) -> list[jax.Arra
       ValueError: if a leaf is missing, extra or has another shape.
       TypeError: if a leaf is complex.
     """
-    if difference := _difference(_names(params), _names(tree)):
-        raise ValueError(
-            f"the {what} tree does not have the structure of the parameters: {difference}. "
-            "Pass the same tree to init and update."
-        )
-    for (name, param), (_, leaf) in zip(named_leaves(params), named_leaves(tree), strict=True):
+    of_params, leaves = jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(tree)
+    like: Any = jax.tree.structure(params)
+    if like != jax.tree.structure(tree):
+        if differs := difference(_names(params), _names(tree)):
+            raise ValueError(
+                f"the {what} tree does not have the structure of the parameters: {differs}. "
+                "Pass the same tree to init and update."
+            )
+    for (path, param), leaf in zip(of_params, leaves, strict=True):
         if jnp.shape(leaf) != jnp.shape(param):
             raise ValueError(
-                f"{what} '{name}' has shape {jnp.shape(leaf)}, its parameter has "
+                f"{what} '{path_name(path)}' has shape {jnp.shape(leaf)}, its parameter has "
                 f"{jnp.shape(param)}: pass one with its parameter's shape."
             )
         if jnp.iscomplexobj(leaf):
             raise TypeError(
-                f"{what} '{name}' is {leaf.dtype}, whose imaginary part would be lost: pass a real "
-                "one."
+                f"{what} '{path_name(path)}' is {leaf.dtype}, whose imaginary part would be lost: "
+                "pass a real one."
             )
-    return jax.tree.leaves(tree)
+    return leaves
 
 
 def check_same_parameters(names: list[str], params: optax.Params) -> None:
     """Raise unless the leaves of `params` have these names, those of the state, in order."""
-    if difference := _difference(names, _names(params)):
+    if differs := difference(names, _names(params)):
         raise ValueError(
-            f"the state is of other parameters: {difference}. Pass the same tree to init and "
+            f"the state is of other parameters: {differs}. Pass the same tree to init and "
             "update, or call init on this one."
         )
 
@@ -173,7 +176,7 @@ def _names(tree: object) -> list[str]:
     return [name for name, _ in named_leaves(tree)]
 
 
-def _difference(expected: list[str], found: list[str]) -> str:
+def difference(expected: list[str], found: list[str]) -> str:
     """Describe how leaf names differ from those expected; "" if they do not."""
     if expected == found:
         return ""
@@ -228,18 +231,15 @@ def mask_values(what: str, mask: optax.MaskOrFn, params: optax.Params) -> list[b
     tree = chosen(mask, params)
     if tree is None:
         raise TypeError(f"the function of {what} returned None: let it return a tree of bools.")
-    rows = zip(named_leaves(params), broadcast_prefix(what, tree, params), strict=True)
-    return [_mask_value(what, path, value) for (path, _), value in rows]
-
-
-def _mask_value(what: str, path: str, value: Any) -> bool:
-    given = f"{what} for '{path}' is one bool that is known when tracing"
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"{given}, got the traced {value}")
-    if jnp.ndim(value) if hasattr(value, "dtype") else not isinstance(value, int):
-        shape = f"an array of shape {value.shape}" if hasattr(value, "shape") else repr(value)
-        raise TypeError(f"{given}, got {shape}: a mask takes or leaves whole leaves")
-    return bool(value)
+    values = broadcast_prefix(what, tree, params)
+    for (path, _), value in zip(named_leaves(params), values, strict=True):
+        given = f"{what} for '{path}' is one bool that is known when tracing"
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(f"{given}, got the traced {value}")
+        if jnp.ndim(value) if hasattr(value, "dtype") else not isinstance(value, int):
+            shape = f"an array of shape {value.shape}" if hasattr(value, "shape") else repr(value)
+            raise TypeError(f"{given}, got {shape}: a mask takes or leaves whole leaves")
+    return list(map(bool, values))
 
 
 def is_named_tuple(node: object) -> TypeGuard[NamedTuple]:
@@ -272,7 +272,9 @@ def keep_dtypes(old: Tree, new: Tree, given: optax.Updates | None = None) -> Tre
       given: the original gradients; if none is 16-bit, dtypes are not kept, as in optax.
     """
     before: Any = jax.tree.structure(old)
-    if before != jax.tree.structure(new) or given is not None and not holds(given, _is_narrow):
+    if before != jax.tree.structure(new):
+        return new
+    if given is not None and not any(map(_is_narrow, jax.tree.leaves(given))):
         return new
 
     def kept(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ def axes_of(*trees: object) -> frozenset[Any]:
     return frozenset().union(*(getattr(kind, "varying", kind) for kind in kinds))
 
 
-def of_parts() -> bool:
+def sees_shards() -> bool:
     """Return whether a `shard_map` is being traced, in which arrays are shards."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 

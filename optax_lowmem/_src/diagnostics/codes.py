@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import context, groups, numerics, packs, trees
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.step.masters import master_params
 
 
@@ -219,8 +220,7 @@ def stalled_leaves(
       >>> lowmem.diagnostics.stalled_leaves(nearest, params, 1e-5, action="none")
       [Stall(path='w', largest=8.0, half_spacing=0.0001220703125, share=1.0)]
     """
-    if action not in ("warn", "raise", "none"):
-        raise ValueError(f"action must be 'warn', 'raise' or 'none', got {action!r}")
+    check_choice("action", action, ("warn", "raise", "none"))
     _, decisions = context.dry_run(tx, params)
     kept = {d.path: (d.form, d.stochastic) for d in decisions if d.slot == "correction"}
     stalls = []
@@ -246,17 +246,14 @@ def _stall(
 ) -> Stall | None:
     magnitude = jnp.abs(numerics.widen(leaf))
     exponent = (numerics.to_bits(magnitude) >> 23).astype(jnp.int32) - 127
-    spacing = exponent - (23 if stochastic else _mantissa_bits(leaf.dtype, form))
+    mantissa = 23  # bits that are stored of a master weight
+    if not stochastic and leaf.dtype != jnp.float32:
+        correction = int(form.split("-")[1]) - 16 if form else 0
+        mantissa = min(23, int(jnp.finfo(leaf.dtype).nmant) + correction)
+    spacing = exponent - mantissa
     half = numerics.power_of_two(jnp.maximum(spacing - 1, -126))  # exp2 is not exact on a CPU
     stuck = (magnitude > 0) & (jnp.float32(learning_rate) < half)
     share = float(jnp.mean(stuck.astype(jnp.float32)))
     if share == 0:
         return None
     return Stall(path, float(jnp.max(magnitude)), float(jnp.max(half * (magnitude > 0))), share)
-
-
-def _mantissa_bits(dtype: jnp.dtype, form: str | None) -> int:
-    """Return the number of stored mantissa bits of a master weight."""
-    if dtype == jnp.float32:
-        return 23
-    return min(23, int(jnp.finfo(dtype).nmant) + (int(form.split("-")[1]) - 16 if form else 0))

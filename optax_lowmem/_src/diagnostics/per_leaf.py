@@ -42,11 +42,7 @@ def chosen(named: Sequence[tuple[str, L]], patterns: Sequence[str]) -> list[tupl
                 f"no leaf matches the pattern {pattern!r}: the leaves are {names or 'none'}"
                 + (", ..." if len(named) > 5 else "")
             )
-    return [
-        (path, leaf)
-        for path, leaf in named
-        if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
-    ]
+    return [pair for pair in named if any(fnmatch.fnmatchcase(pair[0], glob) for glob in patterns)]
 
 
 # ---- RMS_t ---------------------------------------------------------------------------------------
@@ -269,9 +265,8 @@ def norm_drift(
             f"the reference has no norm of '{missing[0]}', only of "
             f"{', '.join(list(reference)[:3]) or 'no leaf'}: compute both with the same `leaves`."
         )
-    return {path: _drift(now[path], reference[path]) for path in now}
-
-
-def _drift(now: ArrayLike, before: ArrayLike) -> jax.Array:
-    now, before = jnp.asarray(now, jnp.float32), jnp.asarray(before, jnp.float32)
-    return jnp.where((now == 0) & (before == 0), jnp.float32(0), now / before - 1)
+    results = {}
+    for path in now:
+        norm, before = (jnp.asarray(norms[path], jnp.float32) for norms in (now, reference))
+        results[path] = jnp.where((norm == 0) & (before == 0), jnp.float32(0), norm / before - 1)
+    return results

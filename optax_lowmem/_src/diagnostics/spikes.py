@@ -256,27 +256,13 @@ class SpikeDetector:
             "loss_spike_start": jnp.where(spike, start, -1),
             "predicted": spike & warned,
         }
-        new = SpikeState(
-            now + 1,
-            *self._statistics(state, loss),
-            jnp.where(rms_spike, now, state.rms_start),
-            start,
-            hits,
-            warned,
-        )
-        return new, flags
-
-    def _statistics(
-        self, state: SpikeState, loss: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return (seen, mean, variance) updated with a loss; ignore it if it is not finite."""
-        seen = state.seen.astype(jnp.float32)
-        new = advance(seen, state.mean, state.variance, loss, self.decay, jnp.maximum)
-        finite = jnp.isfinite(loss)
-        mean, variance = (
-            jnp.where(finite, a, b) for a, b in zip(new, (state.mean, state.variance), strict=True)
-        )
-        return state.seen + finite, mean, variance
+        finite, seen = jnp.isfinite(loss), state.seen.astype(jnp.float32)
+        before = state.mean, state.variance
+        after = advance(seen, *before, loss, self.decay, jnp.maximum)
+        mean, variance = (jnp.where(finite, a, b) for a, b in zip(after, before, strict=True))
+        rms_start = jnp.where(rms_spike, now, state.rms_start)
+        seen = state.seen + finite
+        return SpikeState(now + 1, seen, mean, variance, rms_start, start, hits, warned), flags
 
 
 # ---- prediction of loss spikes by RMS spikes, compared with chance -------------------------------
@@ -357,8 +343,8 @@ def predicted(
         if result.size and not ignore <= result.min() <= result.max() < steps:
             raise ValueError(
                 f"{name} must be steps in [{ignore}, {steps}), got {result.min()} to "
-                f"{result.max()}: "
-                "pass the results of loss_spikes and rms_spikes, and their `ignore`."
+                f"{result.max()}: pass the results of loss_spikes and rms_spikes, and their "
+                "`ignore`."
             )
     follows_rms = np.zeros(steps + lead, bool)
     for ahead in range(1, lead + 1):
@@ -381,15 +367,8 @@ def _upper_tail(hits: int, trials: int, probability: float) -> float:
     if probability == 0:
         return 0.0
     log_yes, log_no = math.log(probability), math.log1p(-probability)
-    ways = math.lgamma(trials + 1)
-    terms = (
-        math.exp(
-            ways
-            - math.lgamma(k + 1)
-            - math.lgamma(trials - k + 1)
-            + k * log_yes
-            + (trials - k) * log_no
-        )
-        for k in range(hits, trials + 1)
-    )
+    terms = []
+    for k in range(hits, trials + 1):
+        ways = math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
+        terms.append(math.exp(ways + k * log_yes + (trials - k) * log_no))
     return min(1.0, math.fsum(terms))

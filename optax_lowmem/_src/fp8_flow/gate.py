@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from optax_lowmem._src.core import derivative, numerics
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Recipe
 
@@ -51,9 +52,7 @@ def gated_product(
       >>> h.value.tolist()[0]
       [2.0, 2.0, 2.0, 2.0]
     """
-    if activation not in kernels.ACTIVATIONS:
-        names = ", ".join(kernels.ACTIVATIONS)
-        raise ValueError(f"activation must be one of {names}, got {activation!r}")
+    check_choice("activation", activation, kernels.ACTIVATIONS)
     if up is not None and (gate.shape != up.shape or gate.dtype != up.dtype):
         raise ValueError(
             f"gate is {gate.dtype}{list(gate.shape)} and up {up.dtype}{list(up.shape)}: "

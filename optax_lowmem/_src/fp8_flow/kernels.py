@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from optax_lowmem._src import quantized_matmul as matmul
 from optax_lowmem._src.codecs.base import E8M8Scale
 from optax_lowmem._src.core import groups, numerics
-from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
+from optax_lowmem._src.core.groups import next_power_of_two
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.quantized_matmul import (
     E4M3,
@@ -191,7 +191,6 @@ def store_gated_plain(
 LONGEST_ROW = 1 << 15
 LARGEST_GROUP = 256
 _NOT_LOWERED = {"pallas": ("gelu_exact",), "triton": ()}  # Pallas' Triton backend has no erf
-_DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
 
 def lowers(activation: str) -> bool:
@@ -209,17 +208,9 @@ def supported(
       group_size: number of neighbours on the last axis that share a scale.
       whole_rows: whether one program needs a whole row, as norms do.
     """
-    reason = platform.no_kernel_reason(x)
+    reason = platform.no_array_reason(x)
     if reason is not None:
         return reason
-    missing = platform.no_backend_reason()
-    if missing is not None:
-        return missing
-    if jnp.dtype(x.dtype) not in _DTYPES:
-        return f"{x.dtype} is not one of {', '.join(dtype.name for dtype in _DTYPES)}"
-    size = math.prod(x.shape)
-    if not 0 < size <= MAX_ELEMENTS:
-        return f"{size} elements, not 1 to {MAX_ELEMENTS}"
     if group_size != next_power_of_two(group_size) or group_size > LARGEST_GROUP:
         return f"groups of {group_size} are not a power of two up to {LARGEST_GROUP}"
     if whole_rows and next_power_of_two(x.shape[-1]) > LONGEST_ROW:
@@ -296,12 +287,9 @@ def transposes_reason(
       g: codes [..., m].
       dtype: of the product.
     """
-    reason = platform.no_kernel_reason(x)
+    reason = platform.no_kernel_reason(x) or platform.no_backend_reason()
     if reason is not None:
         return reason
-    missing = platform.no_backend_reason()
-    if missing is not None:
-        return missing
     tokens = math.prod(x.shape[:-1])
     one: Any = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     of_x: Any = jax.ShapeDtypeStruct((x.shape[-1], tokens), x.dtype)
@@ -314,7 +302,7 @@ def sums_by_kernel(
 ) -> bool:
     """Return whether `multiply_over_tokens` uses a kernel, which takes transposed codes."""
     like = jax.ShapeDtypeStruct(g.shape, to.dtype)
-    return g.dtype in _DTYPES and transposes_reason(x.codes, like, dtype) is None
+    return g.dtype in platform.FLOATS and transposes_reason(x.codes, like, dtype) is None
 
 
 class Transposed(NamedTuple):
@@ -365,7 +353,7 @@ def quantized_for_products(
     backend = platform.backend()
 
     def both(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
-        x, *beside = (own.reshape(-1, own.shape[-1]) for own in given)
+        x, *beside = (array.reshape(-1, array.shape[-1]) for array in given)
         codes, transposed = kernels_triton.quantize_both(
             x, absmax, E4M3, backend, function, tuple(beside)
         )

@@ -57,9 +57,9 @@ def _norm_body(
     inverse = kernels.inverse_of(jnp.sum(squares, axis=1), width, eps)
     # `max` may drop a NaN, but the row's sum of squares, and so `inverse`, keeps it
     largest = jnp.max(jnp.max(jnp.abs(given * scale), axis=1).reshape(rows, wide), axis=1)
-    own = program.index() * rows + lax.iota(jnp.int32, rows)
-    inverse_at.store(own, values=inverse, mask=own < count)
-    largest_at.store(own, values=largest * inverse, mask=own < count)
+    lines = program.index() * rows + lax.iota(jnp.int32, rows)
+    inverse_at.store(lines, values=inverse, mask=lines < count)
+    largest_at.store(lines, values=largest * inverse, mask=lines < count)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "group_size", "exact", "backend", "keep"))
@@ -102,12 +102,7 @@ def store_normed(
 
 
 def _gate_body(
-    activation: str,
-    exact: bool,
-    tiling: Tiling,
-    inputs: int,
-    program: Program,
-    *arrays: Operand,
+    activation: str, exact: bool, tiling: Tiling, inputs: int, program: Program, *arrays: Operand
 ) -> None:
     tile = program.index()
     values, stored_at = [], arrays[inputs:-1]
@@ -180,7 +175,7 @@ def _load(x: Operand, row: jax.Array, column: jax.Array, like: Operand) -> jax.A
     if x.shape != like.shape:
         one = lax.iota(jnp.int32, 1)
         row, column = (
-            own if size > 1 else one for own, size in zip((row, column), x.shape, strict=True)
+            index if size > 1 else one for index, size in zip((row, column), x.shape, strict=True)
         )
     place, there = tiles.part(x, row, column)
     return x.load(*place, mask=there)

@@ -11,6 +11,7 @@ from jax.lax import PrecisionLike
 
 from optax_lowmem._src import quantized_matmul as matmul
 from optax_lowmem._src.core import derivative, explicit, varying
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.kernels import Transposed
 from optax_lowmem._src.fp8_flow.storage import (
@@ -98,15 +99,17 @@ def linear(
     value = x.value if isinstance(x, Coded) else x
     if kernel.ndim != 2 or value.shape[-1:] != kernel.shape[:1]:
         raise ValueError(f"a kernel{list(kernel.shape)} for x{list(value.shape)}: pass [k, m]")
-    if keep not in KEEPS:
-        raise ValueError(f"keep must be one of {', '.join(KEEPS)}, got {keep!r}")
+    check_choice("keep", keep, KEEPS)
     if keep == "input" and isinstance(x, Coded):
         raise ValueError("keep='input' is for an array; a quantized activation is kept as codes")
     _check_given(kernel, kernel_absmax, kernel_codes, recipe)
     with jax.named_scope("linear"):
         static = _Linear(recipe, keep == "input", precision)
         if not recipe.quantizes:
-            return _in_own_precision(static, *varying.alike(x, kernel))
+            x, kernel = varying.alike(x, kernel)
+            if isinstance(x, Coded) and x.source is not None:
+                return _recomputing(static, x, kernel)
+            return _times(static, value_of(x), kernel)
         # not a copy of the codes, which a scan over layers would stack as a residual
         given = lax.stop_gradient(kernel_absmax) if kernel_codes is None else kernel_codes
         x = x if static.keeps_input else storage.code(x)
@@ -207,22 +210,30 @@ class Projection:
     def __call__(self, x: jax.Array | Coded) -> jax.Array:
         """Apply `linear`."""
         return linear(
-            x,
-            self.kernel,
-            kernel_absmax=self.kernel_absmax,
-            kernel_codes=self.kernel_codes,
-            keep=self.keep,
-            recipe=self.recipe,
-        )
+            x, self.kernel, kernel_absmax=self.kernel_absmax, kernel_codes=self.kernel_codes,
+            keep=self.keep, recipe=self.recipe,
+        )  # fmt: skip
+
+
+def apply_layer(
+    layer: Any,
+    x: jax.Array | Coded,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    absmax: jax.Array | None,
+    codes: QuantizedKernel | None,
+) -> jax.Array:
+    """Apply `linear` with the options of a Flax layer, and add the bias."""
+    y = linear(
+        x, kernel, kernel_absmax=absmax, kernel_codes=codes, recipe=layer.recipe,
+        keep="codes" if isinstance(x, Coded) else layer.keep, precision=layer.precision,
+    )  # fmt: skip
+    if getattr(layer, "preferred_element_type", None) is not None:
+        y = y.astype(layer.preferred_element_type)
+    return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 
 # ---- products in the dtype of the inputs ---------------------------------------------------------
-
-
-def _in_own_precision(static: _Linear, x: jax.Array | Coded, kernel: jax.Array) -> jax.Array:
-    if isinstance(x, Coded) and x.source is not None:
-        return _recomputing(static, x, kernel)
-    return _times(static, value_of(x), kernel)
 
 
 def _times(static: _Linear, x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -325,11 +336,7 @@ def _product_of_codes(dtype: jnp.dtype, codes: Quantized, transposed: Quantized)
 
 @derivative.first_order_only
 def _gradients(
-    static: _Linear,
-    kept: Any,
-    kernel: jax.Array,
-    of_kernel: _Scaled | Quantized,
-    g: jax.Array,
+    static: _Linear, kept: Any, kernel: jax.Array, of_kernel: _Scaled | Quantized, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     recipe = static.recipe
     of_x, like_w = kept if isinstance(kept, _CODES) else None, explicit.sharding_of(kernel)
@@ -345,7 +352,9 @@ def _gradients(
         )
     else:
         rows = tuple(range(g.ndim - 1))
-        x = _values(of_x, g.dtype) if isinstance(of_x, Quantized) else kept[0]
+        x = kept[0]
+        if isinstance(of_x, Quantized):
+            x = (of_x.codes.astype(jnp.float32) * of_x.scales).astype(g.dtype)
         dw = lax.dot_general(x, g, ((rows, rows), ((), ())), out_sharding=like_w)
     if to := format_of(recipe.input_gradient):
         of_g = codes.get(to) or kernels.quantized(g, largest, to)
@@ -356,10 +365,6 @@ def _gradients(
         dims = (((g.ndim - 1,), (1,)), ((), ()))
         dx = lax.dot_general(g, kernel.astype(g.dtype), dims, out_sharding=like_x)
     return dx, dw.astype(kernel.dtype)
-
-
-def _values(x: Quantized, dtype: jnp.dtype) -> jax.Array:
-    return (x.codes.astype(jnp.float32) * x.scales).astype(dtype)
 
 
 def _backward(static: _Linear, saved: Any, g: jax.Array) -> tuple[Any, jax.Array, None]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from optax_lowmem._src.fp8_flow import gate, norm
-from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, linear
+from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, apply_layer
 from optax_lowmem._src.fp8_flow.storage import DEFAULT, Coded, Recipe, value_of
 
 
@@ -63,11 +63,7 @@ class Fp8Dense(nn.Dense):
         else:
             promoted: Any = self.promote_dtype(x, kernel, dtype=self.dtype)
             given, kernel = promoted
-        keep = "codes" if isinstance(x, Coded) else self.keep
-        more: dict[str, Any] = {"recipe": self.recipe, "precision": self.precision}
-        more |= {"kernel_absmax": absmax, "kernel_codes": codes}
-        y = linear(given, kernel, keep=keep, **more)
-        return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+        return apply_layer(self, given, kernel, bias, absmax, codes)
 
 
 class Fp8RMSNorm(nn.Module):

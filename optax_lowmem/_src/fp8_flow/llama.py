@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.fp8_flow.gate import gated_product
 from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, quantize_weight, weight_absmax
 from optax_lowmem._src.fp8_flow.nnx import Fp8Linear, Fp8RMSNorm
@@ -220,8 +221,7 @@ class Fp8LlamaBlock(nnx.Module):
                 f"{heads} heads of a width of {width} with {kv_heads} heads of keys: pass heads "
                 "that divide the width, and kv_heads that divide the heads"
             )
-        if attention not in ATTENTIONS:
-            raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
+        check_choice("attention", attention, ATTENTIONS)
         given = {"kernel_init": kernel_init, "param_dtype": param_dtype}
         more: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
         more |= {"use_bias": False, "recipe": recipe, "rngs": rngs}
@@ -282,7 +282,7 @@ class _Given:
 
 def _given(maxima: OfWeights, codes: OfWeights, part: str, name: str, layer: Layer) -> Any:
     given = {"absmax": maxima, "codes": codes}
-    results = {key: own[part][name] for key, own in given.items() if own is not None}
+    results = {key: values[part][name] for key, values in given.items() if values is not None}
     return _Given(layer, **results) if results and getattr(layer, "takes_codes", False) else layer
 
 
@@ -307,8 +307,8 @@ def _of_kernels(
 ) -> dict[str, dict[str, T]]:
     names = {"self_attn": (*_QKV, "o_proj"), "mlp": _MLP}
     return {
-        part: {name: function(params[part][name]["kernel"]) for name in own}
-        for part, own in names.items()
+        part: {name: function(params[part][name]["kernel"]) for name in layers}
+        for part, layers in names.items()
     }
 
 
@@ -334,6 +334,5 @@ def _rotated(x: jax.Array, base: float, direction: float) -> jax.Array:
 
 
 rotate.defvjp(
-    lambda x, base: (rotate(x, base), None),
-    lambda base, saved, g: (_rotated(g, base, -1.0),),
+    lambda x, base: (rotate(x, base), None), lambda base, saved, g: (_rotated(g, base, -1.0),)
 )

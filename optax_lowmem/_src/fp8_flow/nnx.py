@@ -9,7 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.fp8_flow import gate, norm
-from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, linear
+from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, apply_layer
 from optax_lowmem._src.fp8_flow.storage import DEFAULT, Coded, Recipe, value_of
 
 
@@ -73,13 +73,7 @@ class Fp8Linear(nnx.Linear):
             kernel = kernel.astype(x.value.dtype)
         else:
             x, kernel = self.promote_dtype((x, kernel), dtype=self.dtype)
-        keep = "codes" if isinstance(x, Coded) else self.keep
-        more: dict[str, Any] = {"recipe": self.recipe, "precision": self.precision}
-        more |= {"kernel_absmax": absmax, "kernel_codes": codes}
-        y = linear(x, kernel, keep=keep, **more)
-        if self.preferred_element_type is not None:
-            y = y.astype(self.preferred_element_type)
-        return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+        return apply_layer(self, x, kernel, bias, absmax, codes)
 
 
 class Fp8RMSNorm(nnx.Module):

@@ -1,7 +1,6 @@
 """Norms that save their input in 8 bits and quantize their output for matrix products."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ class _Norm:
 
     recipe: Recipe
     eps: float
+    centred: bool = False  # LayerNorm, else RMSNorm
 
     def group(self, x: jax.Array) -> int:
         """Return how many neighbours are summed first: a group, or without codes the whole row."""
@@ -58,7 +58,7 @@ def rms_norm(
         norm = _Norm(recipe, eps)
         if not recipe.quantizes:
             return storage.recomputed(ArrayFunction(_rms, norm), x, scale)
-        return _rms_norm(norm, x, scale)
+        return _normed(norm, x, scale)
 
 
 def layer_norm(
@@ -83,11 +83,11 @@ def layer_norm(
     """
     _check(x, scale)
     with jax.named_scope("norm"):
-        norm = _Norm(recipe, eps)
+        norm = _Norm(recipe, eps, centred=True)
         if not recipe.quantizes:
             weights = (scale,) if bias is None else (scale, bias)
             return storage.recomputed(ArrayFunction(_layer, norm), x, *weights)
-        return _layer_norm(norm, x, scale, bias)
+        return _normed(norm, x, scale, bias)
 
 
 def _check(x: jax.Array, scale: jax.Array) -> None:
@@ -110,21 +110,10 @@ def _scaled(norm: _Norm, x: jax.Array, scale: jax.Array, inverse: jax.Array) -> 
     return x * scale * inverse if norm.recipe.quantizes else x * inverse * scale
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rms_norm(norm: _Norm, x: jax.Array, scale: jax.Array) -> Coded:
-    return _rms_coded(norm, False, x, scale)[0]
-
-
-def _rms_forward(norm: _Norm, x: jax.Array, scale: jax.Array) -> tuple[Coded, Any]:
-    y, stored = _rms_coded(norm, True, x, scale)
-    return y, (stored, scale)
-
-
-@partial(derivative.first_order_only, static=2)
 def _rms_coded(
     norm: _Norm, keep: bool, x: jax.Array, scale: jax.Array
 ) -> tuple[Coded, Grouped | None]:
-    """Return the quantized norm, and the residuals of the backward pass if `keep` is set."""
+    """Return the quantized RMSNorm, and the codes of x if `keep` is set."""
     size, exact = norm.recipe.group_size, norm.recipe.exact
     stored, inverse, absmax = kernels.store_normed(
         x, scale, norm.eps, size, exact, keep=keep or not exact
@@ -138,18 +127,6 @@ def _rms_coded(
     return Coded(y.astype(x.dtype), codes), stored
 
 
-@partial(derivative.first_order_only, static=2)
-def _gradients(function: Callable[..., jax.Array], norm: _Norm, saved: Any, g: jax.Array) -> Any:
-    stored, *weights = saved
-    x = kernels.restore(stored, norm.recipe.group_size)
-    pull = jax.vjp(partial(function, norm), x, *weights)[1]
-    dx, *rest = pull(numerics.widen(g))
-    return dx.astype(g.dtype), *rest
-
-
-_rms_norm.defvjp(_rms_forward, lambda norm, saved, g: _gradients(_rms, norm, saved, g.value))
-
-
 # ---- LayerNorm -----------------------------------------------------------------------------------
 
 
@@ -160,22 +137,10 @@ def _layer(norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None =
     return y if bias is None else y + kernels.row(bias, x)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layer_norm(norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> Coded:
-    return _layer_coded(norm, x, scale, bias)[0]
-
-
-def _layer_forward(
-    norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None
-) -> tuple[Coded, Any]:
-    y, stored = _layer_coded(norm, x, scale, bias)
-    return y, (stored, scale, bias)
-
-
-@derivative.first_order_only
 def _layer_coded(
     norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None
 ) -> tuple[Coded, Grouped]:
+    """Return the quantized LayerNorm, and the codes of x."""
     size = norm.recipe.group_size
     stored = kernels.store(x, size)
     given = numerics.widen(x) if norm.recipe.exact else kernels.restore(stored, size)
@@ -184,4 +149,31 @@ def _layer_coded(
     return Coded(y.astype(x.dtype), codes), stored
 
 
-_layer_norm.defvjp(_layer_forward, lambda norm, saved, g: _gradients(_layer, norm, saved, g.value))
+# ---- both norms ----------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normed(norm: _Norm, x: jax.Array, *weights: jax.Array | None) -> Coded:
+    return _coded(norm, False, x, *weights)[0]
+
+
+def _forward(norm: _Norm, x: jax.Array, *weights: jax.Array | None) -> tuple[Coded, Any]:
+    y, stored = _coded(norm, True, x, *weights)
+    return y, (stored, *weights)
+
+
+@partial(derivative.first_order_only, static=2)
+def _coded(norm: _Norm, keep: bool, x: jax.Array, *weights: Any) -> tuple[Coded, Any]:
+    return _layer_coded(norm, x, *weights) if norm.centred else _rms_coded(norm, keep, x, *weights)
+
+
+@derivative.first_order_only
+def _gradients(norm: _Norm, saved: Any, g: jax.Array) -> Any:
+    stored, *weights = saved
+    x = kernels.restore(stored, norm.recipe.group_size)
+    pull = jax.vjp(partial(_layer if norm.centred else _rms, norm), x, *weights)[1]
+    dx, *rest = pull(numerics.widen(g))
+    return dx.astype(g.dtype), *rest
+
+
+_normed.defvjp(_forward, lambda norm, saved, g: _gradients(norm, saved, g.value))

@@ -9,15 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.core.typing import T
 from optax_lowmem._src.fp8_flow.kernels import quantized, quantized_for_products
-from optax_lowmem._src.quantized_matmul import (
-    E4M3,
-    FORMATS,
-    Format,
-    Quantized,
-    absmax_of,
-)
+from optax_lowmem._src.quantized_matmul import E4M3, FORMATS, Format, Quantized, absmax_of
 
 FORWARD = E4M3
 BF16 = "bf16"
@@ -53,8 +48,7 @@ class Recipe:
     storage: str = FP8
 
     def __post_init__(self) -> None:
-        if self.storage not in (FP8, BF16):
-            raise ValueError(f"storage must be {FP8} or {BF16}, got {self.storage!r}")
+        check_choice("storage", self.storage, (FP8, BF16))
         if self.storage == BF16:
             for field in dataclasses.fields(self)[:-1]:
                 if getattr(self, field.name) != field.default:
@@ -65,16 +59,13 @@ class Recipe:
         if self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
         for name in ("input_gradient", "weight_gradient"):
-            if getattr(self, name) not in _PRODUCTS:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(_PRODUCTS)}, got {getattr(self, name)!r}"
-                )
+            check_choice(name, getattr(self, name), _PRODUCTS)
 
     @classmethod
     def paper(cls, **changes: object) -> "Recipe":
         """Return COAT's recipe: computation from the codes, gradients in E5M2 as in its kernels."""
-        own: dict[str, Any] = dict(exact=False, input_gradient="e5m2", weight_gradient="e5m2")
-        return cls(**own | changes)
+        fields: dict[str, Any] = dict(exact=False, input_gradient="e5m2", weight_gradient="e5m2")
+        return cls(**fields | changes)
 
     @property
     def quantizes(self) -> bool:

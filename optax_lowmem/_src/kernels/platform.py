@@ -3,13 +3,18 @@
 import contextlib
 import functools
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from optax_lowmem._src.core.groups import MAX_ELEMENTS
+
+FLOATS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))  # that kernels read
 _OLDEST = 8.0  # compute capability of Ampere, the oldest with bfloat16 in Triton
 _CONVERTS_FP8 = 8.9  # Ada, the oldest with conversions to and from E4M3
 _HOPPER = "9.0"  # the only one with WGMMA instructions
@@ -207,6 +212,24 @@ def no_backend_reason(name: str | None = None) -> str | None:
         return None
     reasons = {"pallas": NO_PALLAS_TRITON, "triton": NO_JAX_TRITON}
     return reasons[name] if name else "; ".join(reasons.values())
+
+
+def no_array_reason(x: Any, shape: tuple[int, ...] | None = None, dtype: Any = None) -> str | None:
+    """Return the reason why no kernel of either backend processes an array of floats, or None.
+
+    Args:
+      x: the array, or its `jax.ShapeDtypeStruct`.
+      shape: the shape that is processed, if it is not x's.
+      dtype: its dtype, likewise.
+    """
+    reason = no_kernel_reason(x) or no_backend_reason()
+    if reason is not None:
+        return reason
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    size = math.prod(x.shape if shape is None else shape)
+    if dtype not in FLOATS:
+        return f"{dtype} is not one of {', '.join(one.name for one in FLOATS)}"
+    return None if 0 < size <= MAX_ELEMENTS else f"{size} elements, not 1 to {MAX_ELEMENTS}"
 
 
 @functools.cache

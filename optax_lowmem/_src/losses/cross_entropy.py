@@ -6,7 +6,7 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,9 @@ from jax.lax import PrecisionLike
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from optax_lowmem._src.core import derivative, varying
+from optax_lowmem._src.core import derivative, explicit, varying
+from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core.placement import axes_of
 from optax_lowmem._src.losses.products import (
     FP8,
     FP8_INPUTS,
@@ -125,7 +127,12 @@ def linear_cross_entropy(
       >>> print(f"{layers.linear_cross_entropy(hidden, head, labels):.4f}")  # log(5)
       1.6094
     """
-    _check_arrays(hidden=hidden, head=head, labels=labels, weights=weights)
+    given = {"hidden": hidden, "head": head, "labels": labels, "weights": weights}
+    for name, x in given.items():
+        if x is not None and not hasattr(x, "dtype"):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}, not an array: make it one with jnp.asarray"
+            )
     z_loss = _option("z_loss", z_loss, float, "a number")
     if soft_cap is not None:
         soft_cap = _option("soft_cap", soft_cap, float, "a number")
@@ -135,9 +142,10 @@ def linear_cross_entropy(
     _check_products(hidden, head, products, precision)
     layout = _layout(hidden, head, labels, mesh, specs, vocab_axis)
     if weights is not None:
-        weights = weights.astype(jnp.promote_types(jnp.float32, _float_of(weights)))
+        kind = weights.dtype if jnp.issubdtype(weights.dtype, jnp.floating) else jnp.float32
+        weights = weights.astype(jnp.promote_types(jnp.float32, kind))
     if layout is not None:
-        hidden, head, labels, weights = layout.laid_out(hidden, head, labels, weights)
+        hidden, head, labels, weights = layout.reshard(hidden, head, labels, weights)
     dtype = str(head.dtype)
     static = (vocab_axis, z_loss, soft_cap, chunk_tokens, products, precision, dtype, layout)
     loss = _Loss(*static)
@@ -165,8 +173,7 @@ def _check(
     soft_cap: float | None,
     chunk_tokens: int | None,
 ) -> None:
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+    check_choice("reduction", reduction, _REDUCTIONS)
     if vocab_axis not in (0, 1):
         raise ValueError(f"vocab_axis must be 0 or 1, an axis of the head, got {vocab_axis!r}")
     if head.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != head.shape[1 - vocab_axis]:
@@ -191,14 +198,6 @@ def _check(
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
 
 
-def _check_arrays(**given: object) -> None:
-    for name, x in given.items():
-        if x is not None and not hasattr(x, "dtype"):
-            raise TypeError(
-                f"{name} is a {type(x).__name__}, not an array: make it one with jnp.asarray"
-            )
-
-
 def _option(name: str, value: Any, to: Callable[[Any], Any], kind: str) -> Any:
     """Return a static option as a Python number."""
     try:
@@ -213,8 +212,7 @@ def _option(name: str, value: Any, to: Callable[[Any], Any], kind: str) -> Any:
 def _check_products(
     hidden: jax.Array, head: jax.Array, products: str, precision: PrecisionLike
 ) -> None:
-    if products not in PRODUCTS:
-        raise ValueError(f"products must be one of {', '.join(PRODUCTS)}, got {products!r}")
+    check_choice("products", products, PRODUCTS)
     if products == INPUT:
         return
     for name, x in (("hidden", hidden), ("head", head)):
@@ -228,10 +226,6 @@ def _check_products(
             f"precision={precision!r} with products={products!r}: products of codes have no "
             "precision. Leave it out, or use products='fp8-gradients', whose logits use it"
         )
-
-
-def _float_of(x: jax.Array) -> Any:
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
 
 
 # ---- static arguments ----------------------------------------------------------------------------
@@ -281,32 +275,26 @@ class _Layout:
         both = (self.vocab or None, width or None)
         return P(*(both if self.vocab_axis == 0 else both[::-1]))
 
-    def laid_out(
+    def reshard(
         self, hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Reshard the arguments to `specs` on Explicit axes; on Auto axes shard_map does it."""
-        if not self.explicit:
-            return hidden, head, labels, weights
-        labels = jax.sharding.reshard(labels, self._on(self.of_tokens))
+        labels = self._reshard(labels, self.of_tokens)
         if weights is not None:
-            weights = jax.sharding.reshard(weights, self._on(self.of_tokens))
-        hidden = jax.sharding.reshard(hidden, self._on(self.of_hidden))
-        return hidden, head, labels, weights
+            weights = self._reshard(weights, self.of_tokens)
+        return self._reshard(hidden, self.of_hidden), head, labels, weights
 
     def gathered(self, head: jax.Array) -> jax.Array:
         """Gather the head's width on Explicit axes."""
-        if not self.explicit:
-            return head
-        return jax.sharding.reshard(head, self._on(self.of_head()))
+        return self._reshard(head, self.of_head())
 
     def as_head(self, x: jax.Array) -> jax.Array:
         """Reshard a gradient to the head's sharding, on Explicit axes."""
-        if not self.explicit:
-            return x
-        return jax.sharding.reshard(x, self._on(self.of_head(self.width)))
+        return self._reshard(x, self.of_head(self.width))
 
-    def _on(self, spec: P) -> jax.sharding.NamedSharding:
-        return jax.sharding.NamedSharding(self.mesh, spec)
+    def _reshard(self, x: jax.Array, spec: P) -> jax.Array:
+        sharding = jax.sharding.NamedSharding(self.mesh, spec) if self.explicit else None
+        return explicit.reshard(x, sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,10 +333,6 @@ class _Wanted:
         return self.hidden or self.head
 
 
-def _names(entry: str | Iterable[str] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def _layout(
     hidden: jax.Array,
     head: jax.Array,
@@ -357,30 +341,29 @@ def _layout(
     specs: tuple[P, P] | None,
     vocab_axis: int,
 ) -> _Layout | None:
-    explicit = False
+    typed = False
     if specs is None:
         if mesh is not None:
             raise ValueError("mesh without specs: also pass specs, for hidden and head")
         types = [jax.typeof(x).sharding for x in (hidden, head, labels)]
-        meshes = [own.mesh for own in types if own.mesh.explicit_axes]
+        meshes = [sharding.mesh for sharding in types if sharding.mesh.explicit_axes]
         if not meshes:
             return None
-        mesh, explicit = meshes[0], True
-        specs = tuple(own.spec for own in types[:2])
+        mesh, typed = meshes[0], True
+        specs = tuple(sharding.spec for sharding in types[:2])
     elif mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             raise ValueError("specs without a mesh: pass mesh=, or set one with jax.set_mesh")
     try:
         of_hidden, of_head = (
-            tuple(map(_names, (*spec, *(None,) * (x.ndim - len(spec)))))
-            for spec, x in zip(specs, (hidden, head), strict=True)
+            tuple(axes_of(spec, x.ndim)) for spec, x in zip(specs, (hidden, head), strict=True)
         )
     except (TypeError, ValueError):
         raise ValueError(f"specs={specs!r}: pass a pair, for hidden and head") from None
     width, vocab = of_head if vocab_axis else of_head[::-1]
-    manual = frozenset(mesh.explicit_axes if explicit else mesh.axis_names)
-    layout = _Layout(mesh, of_hidden[:-1], width, vocab, manual, explicit, vocab_axis)
+    manual = frozenset(mesh.explicit_axes if typed else mesh.axis_names)
+    layout = _Layout(mesh, of_hidden[:-1], width, vocab, manual, typed, vocab_axis)
     both = sorted(set(layout.batch) & set(vocab))
     if both:
         raise ValueError(
@@ -525,13 +508,13 @@ def _of_mesh(loss: _Loss, wanted: _Wanted, *given: Any) -> Gradients:
     layout = loss.layout
     assert layout is not None
     if of_head is not None:
-        own = layout.width if layout.scattered else ()
-        others = tuple(name for name in layout.batch if name not in own)
+        scattered = layout.width if layout.scattered else ()
+        others = tuple(name for name in layout.batch if name not in scattered)
         if others:
             of_head = lax.psum(of_head, others)
-        if own:
+        if scattered:
             axis = 1 - loss.vocab_axis
-            of_head = lax.psum_scatter(of_head, own, scatter_dimension=axis, tiled=True)
+            of_head = lax.psum_scatter(of_head, scattered, scatter_dimension=axis, tiled=True)
     return losses, of_hidden, of_head
 
 
@@ -544,55 +527,42 @@ def _of_device(
     scale: jax.Array | None,
 ) -> Gradients:
     """Process all chunks, one after the other."""
-    if not loss.in_fp8:
-        return _chunks_of(loss, wanted, hidden, head, None, labels, scale)
-    needed = (loss.products == FP8, wanted.hidden)
-    codes = quantize_head(head, loss.vocab_axis, loss.vocab_axes, *needed)
-    losses, of_hidden, of_head = _chunks_of(loss, wanted, hidden, head, codes, labels, scale)
-    if of_head is not None and loss.vocab_axis:
-        of_head = of_head.T  # once, after the sum over chunks
-    return losses, of_hidden, of_head
-
-
-def _chunks_of(
-    loss: _Loss,
-    wanted: _Wanted,
-    hidden: jax.Array,
-    head: jax.Array,
-    codes: HeadCodes | None,
-    labels: jax.Array,
-    scale: jax.Array | None,
-) -> Gradients:
     lead = labels.shape
     limit = loss.chunk_tokens or max(1, _CHUNK_LOGITS // max(1, head.shape[loss.vocab_axis]))
     if not lead or math.prod(lead[:-1]) > limit:  # one token of each row exceeds the limit
-        flat = (hidden.reshape(-1, hidden.shape[-1]), head, codes, labels.reshape(-1))
+        flat = (hidden.reshape(-1, hidden.shape[-1]), head, labels.reshape(-1))
         flat_scale = None if scale is None else scale.reshape(-1)
-        losses, of_hidden, of_head = _chunks_of(loss, wanted, *flat, flat_scale)
+        losses, of_hidden, of_head = _of_device(loss, wanted, *flat, flat_scale)
         of_hidden = None if of_hidden is None else of_hidden.reshape(hidden.shape)
         return losses.reshape(lead), of_hidden, of_head
+    codes = None
+    if loss.in_fp8:
+        needed = (loss.products == FP8, wanted.hidden)
+        codes = quantize_head(head, loss.vocab_axis, loss.vocab_axes, *needed)
+    transposed = loss.in_fp8 and loss.vocab_axis == 1  # the head's gradient of a chunk
     # cut the last axis of tokens, so that each device of a mesh has rows of every chunk
     number, length = _chunks(lead, limit)
     if number == 1:
-        return _chunk(loss, wanted, hidden, head, codes, labels, scale)
+        losses, of_hidden, of_head = _chunk(loss, wanted, hidden, head, codes, labels, scale)
+        return losses, of_hidden, of_head.T if of_head is not None and transposed else of_head
     if number * length > lead[-1] and wanted and scale is None:
         scale = jnp.ones(lead, jnp.float32)  # `_cut` pads it with 0
     axis = labels.ndim - 1
     given = [None if x is None else _cut(x, axis, number, length) for x in (hidden, labels, scale)]
 
-    def body(total: Any, own: tuple[Any, ...]) -> tuple[Any, Any]:
-        h, y, s = own
+    def body(total: Any, chunk: tuple[Any, ...]) -> tuple[Any, Any]:
+        h, y, s = chunk
         losses, of_hidden, of_head = _chunk(loss, wanted, h, head, codes, y, s)
         return None if of_head is None else total + of_head, (losses, of_hidden)
 
     zeros = None
     if wanted.head:
-        shape = head.shape[::-1] if loss.in_fp8 and loss.vocab_axis else head.shape
-        zeros = jnp.zeros(shape, f32_or_more(hidden, head))
+        zeros = jnp.zeros(head.shape[::-1] if transposed else head.shape, f32_or_more(hidden, head))
         zeros = varying.over(zeros, varying.axes_of(hidden, head, labels, scale))
     of_head, (losses, of_hidden) = lax.scan(body, zeros, tuple(given))
     if of_hidden is not None:
         of_hidden = _joined(of_hidden, axis, lead[-1])
+    of_head = of_head.T if of_head is not None and transposed else of_head
     return _joined(losses, axis, lead[-1]), of_hidden, of_head
 
 
@@ -635,8 +605,8 @@ def _chunk(
 ) -> Gradients:
     """Compute the logits of one chunk, its losses and gradients."""
     how = (loss.vocab_axis, loss.precision)
-    own = InInputs(hidden, head, *how) if codes is None else InFp8(hidden, head, codes, *how)
-    logits = own.logits()
+    products = InInputs(hidden, head, *how) if codes is None else InFp8(hidden, head, codes, *how)
+    logits = products.logits()
     if loss.soft_cap is not None:
         logits = loss.soft_cap * jnp.tanh(logits / loss.soft_cap)
     names, size = loss.vocab_axes, head.shape[loss.vocab_axis]
@@ -669,12 +639,12 @@ def _chunk(
     gradient -= is_label
     if loss.soft_cap is not None:
         gradient *= 1 - jnp.square(logits / loss.soft_cap)
-    times = jnp.ones_like(losses) if scale is None else scale.astype(own.wide)
+    times = jnp.ones_like(losses) if scale is None else scale.astype(products.wide)
     times = jnp.where(is_token | (times == 0), times, jnp.nan)[..., None]
-    g = own.operand(jnp.where(times == 0, 0, gradient * times))
+    g = products.operand(jnp.where(times == 0, 0, gradient * times))
     for_hidden = for_head = None
     if wanted.hidden:
-        for_hidden = over_vocab(own.for_hidden(g)).astype(hidden.dtype)
+        for_hidden = over_vocab(products.for_hidden(g)).astype(hidden.dtype)
     if wanted.head:
-        for_head = own.for_head(g, None if scale is None else scale == 0)
+        for_head = products.for_head(g, None if scale is None else scale == 0)
     return losses, for_hidden, for_head

@@ -117,9 +117,9 @@ def quantize_head(
     if names:
         absmax = lax.pmax(absmax, names)
     head, absmax = varying.alike(head, absmax)
-    own, other = (forward, backward) if vocab_axis == 0 else (backward, forward)
-    as_it_is = kernels.quantized(head, absmax, clip=True) if own else None
-    transposed = quantize_transposed(head, None, E4M3, absmax) if other else None
+    straight, swapped = (forward, backward) if vocab_axis == 0 else (backward, forward)
+    as_it_is = kernels.quantized(head, absmax, clip=True) if straight else None
+    transposed = quantize_transposed(head, None, E4M3, absmax) if swapped else None
     return HeadCodes(*((as_it_is, transposed) if vocab_axis == 0 else (transposed, as_it_is)))
 
 

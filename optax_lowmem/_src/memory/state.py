@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.checkpoint.plain import counterpart, counterpart_name
+from optax_lowmem._src.checkpoint.optax_conversion import counterpart, counterpart_name
 from optax_lowmem._src.core import context, trees
 
-_UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
+UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Report:
 
     def _table(self) -> Iterator[str]:
         plain = self.baseline if self.counterpart is None else None
-        unit = self._unit(max(self.total_bytes, plain.total_bytes if plain else 0))
+        unit = unit_of(max(self.total_bytes, plain.total_bytes if plain else 0))
         head = f"{'':<16}{unit:>10}{'bytes/param':>13}"
         yield head + (f"{f'baseline {unit}':>14}{'bytes/param':>13}" if plain else "")
         rows = ["params", *dict.fromkeys([*self.by_slot, *(plain.by_slot if plain else ())])]
@@ -68,20 +68,16 @@ class Report:
             line = f"{name:<16}" + self._cells(name, unit)
             yield line + (f"{'':>1}" + plain._cells(name, unit, 13) if plain else "")
 
-    @staticmethod
-    def _unit(largest: float) -> str:
-        return next((name for name, size in _UNITS.items() if largest >= size / 10), "KiB")
-
     def _cells(self, name: str, unit: str, width: int = 10) -> str:
         named = {"params": self.params_bytes, "total": self.total_bytes, **self.by_slot}
         size = named.get(name, 0)
-        return f"{size / _UNITS[unit]:>{width}.3f}{size / max(self.parameters, 1):>13.4f}"
+        return f"{size / UNITS[unit]:>{width}.3f}{size / max(self.parameters, 1):>13.4f}"
 
     def _compared(self) -> Iterator[str]:
         if self.baseline is None or self.counterpart is None:
             return
-        unit = self._unit(max(self.total_bytes, self.baseline.total_bytes))
-        ours, plain = (r.total_bytes / _UNITS[unit] for r in (self, self.baseline))
+        unit = unit_of(max(self.total_bytes, self.baseline.total_bytes))
+        ours, plain = (r.total_bytes / UNITS[unit] for r in (self, self.baseline))
         yield f"{ours:.3f} {unit}; {self.counterpart} on f32 weights: {plain:.3f} {unit}"
 
     def _kept(self) -> Iterator[str]:
@@ -93,6 +89,11 @@ class Report:
             yield "not compressed:"
         for reason, paths in kept.items():
             yield f"  {trees.some_of(paths)}: {reason}"
+
+
+def unit_of(largest: float) -> str:
+    """Return the unit of a table whose largest size is `largest` bytes."""
+    return next((name for name, size in UNITS.items() if largest >= size / 10), "KiB")
 
 
 def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:

@@ -135,17 +135,6 @@ def safe_format(bits: float) -> SafeFormat:
 # ---- emulated casts: values of a narrow format, stored in a wide dtype ---------------------------
 
 
-def _format(to: str | tuple[int, int] | SafeFormat) -> Format:
-    if isinstance(to, str):
-        return formats.format_of(to)
-    if isinstance(to, SafeFormat):
-        return formats.scaled(to.exponent, to.mantissa, to.ranges)
-    exponent, mantissa = to
-    if not (1 <= exponent <= 5 and 0 <= mantissa <= 20):
-        raise ValueError(f"FP takes 1-5 exponent, 0-20 mantissa bits, got {exponent}, {mantissa}")
-    return formats.scaled(exponent, mantissa)
-
-
 def fake_cast(w: jax.Array, to: str | tuple[int, int] | SafeFormat) -> jax.Array:
     """Round weights to the values of a format, in f32.
 
@@ -169,7 +158,17 @@ def fake_cast(w: jax.Array, to: str | tuple[int, int] | SafeFormat) -> jax.Array
       [[4.0, 6.0, 0.5, -0.0]]
     """
     kernels.check_matrix("a weight", w)
-    chosen, wide = _format(to), numerics.widen(w)
+    chosen: Format
+    if isinstance(to, str):
+        chosen = formats.format_of(to)
+    elif isinstance(to, SafeFormat):
+        chosen = formats.scaled(to.exponent, to.mantissa, to.ranges)
+    else:
+        exponent, mantissa = to
+        if not (1 <= exponent <= 5 and 0 <= mantissa <= 20):
+            raise ValueError(f"FP takes 1-5 exponent, 0-20 mantissa bits, got {to}")
+        chosen = formats.scaled(exponent, mantissa)
+    wide = numerics.widen(w)
     if isinstance(chosen, formats.Scaled):
         return kernels.cast(wide, chosen, jnp.dtype(jnp.float32))
     return numerics.widen(kernels.cast(wide, chosen, jnp.dtype(chosen.name)))

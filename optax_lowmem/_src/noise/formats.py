@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core.hyperparameters import check_choice
 
 # Least exponent of a block's maximum; below it, the smallest number would not be a normal f32.
 _LEAST_EXPONENT = -100
@@ -104,11 +105,6 @@ FORMATS: dict[str, Format] = WIDE | {one.name: one for one in _SCALED}
 
 
 def format_of(name: str) -> Format:
-    """Return a format by name.
-
-    Raises:
-      ValueError: for an unknown name.
-    """
-    if name not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
+    """Return a format by name."""
+    check_choice("format", name, FORMATS)
     return FORMATS[name]

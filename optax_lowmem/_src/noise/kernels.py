@@ -16,8 +16,6 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.codecs import split_of
 from optax_lowmem._src.core import context, explicit, numerics, random
-from optax_lowmem._src.core.groups import MAX_ELEMENTS
-from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise, pack
 from optax_lowmem._src.noise.formats import Format, Scaled
@@ -76,12 +74,7 @@ def spread(of_blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def words_of(key: jax.Array, shape: tuple[int, ...], draws: int) -> list[jax.Array]:
     """Return `draws` arrays of random words for [..., m, n], each [..., ceil(m / 8), n]."""
     places = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])
-    coordinates = []
-    for axis, size in enumerate(places):
-        dims = [1] * len(places)
-        dims[axis] = size
-        coordinates.append(lax.broadcasted_iota(jnp.uint32, tuple(dims), axis))
-    return random.words(random.word_keys(key), coordinates, draws)
+    return random.words(random.word_keys(key), random.indices(places), draws)
 
 
 def packed_noise_plain(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -90,10 +83,7 @@ def packed_noise_plain(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def noise_of_plain(
-    key: jax.Array,
-    shape: tuple[int, ...],
-    noise: Noise,
-    dtype: DTypeLike = jnp.float32,
+    key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
     """Return R with the shape `shape`."""
     # with the barrier, XLA computes words once, not once per element
@@ -164,15 +154,7 @@ def result_dtype(to: Format) -> jnp.dtype:
 # boundaries cut through blocks, XLA partitions the computation instead.
 
 
-def whole_blocks(place: Placement, shape: tuple[int, ...]) -> bool:
-    """Return whether each block is on one device."""
-    return all(
-        place.parts(d) == 1 or shape[d] // place.parts(d) % SIDE == 0
-        for d in (len(shape) - 2, len(shape) - 1)
-    )
-
-
-def _laid_out(
+def _on_shards(
     run: Callable[..., Any],
     path: str | None,
     arrays: list[jax.Array | None],
@@ -187,7 +169,9 @@ def _laid_out(
     assert first is not None
     place = context.placement(path) if path is not None else None
     place = place or explicit.placement_of(path or "a sampled weight", first)
-    if place is None or not whole_blocks(place, first.shape):
+    if place is None or any(  # a block is on two devices
+        place.parts(d) > 1 and first.shape[d] // place.parts(d) % SIDE for d in (-2, -1)
+    ):
         shardings = (explicit.sharding_of(first), None) if results == 2 else None
         return explicit.left_to_xla(run, shardings, *arrays, key)
     local, of_part = place.local(first.shape), place
@@ -208,35 +192,30 @@ def _laid_out(
 
 # ---- the choice of the implementation ------------------------------------------------------------
 
-_DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
-
 
 def no_kernel_reason(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
     """Return why no kernel supports an array here, or None if one does."""
-    if context.implementation() == "xla":
+    if context.step_arguments().implementation == "xla":
         return "implementation='xla'"
-    reason = platform.no_kernel_reason(x)
-    if reason is not None:
-        return reason
-    missing = platform.no_backend_reason()
-    if missing is not None:
-        return missing
-    if dtype not in _DTYPES:
-        return f"{dtype} is not one of {', '.join(one.name for one in _DTYPES)}"
-    size = math.prod(shape)
-    if not 0 < size <= MAX_ELEMENTS:
-        return f"{size} elements, not 1 to {MAX_ELEMENTS}"
-    return None
+    return platform.no_array_reason(x, shape, dtype)
 
 
-def _either(name: str, plain: Callable[..., Any], *args: jax.Array | None) -> Any:
-    """Call a kernel by name, or `plain` on a CPU, with the same static arguments."""
+def _fastest(
+    name: str,
+    plain: functools.partial[Any],
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    *args: jax.Array | None,
+) -> Any:
+    """Call a kernel by name with the arguments of `plain`, if supported, else `plain`."""
+    first = args[0]
+    assert first is not None
+    if no_kernel_reason(first, shape, dtype) is not None:
+        return plain(*args)
     from optax_lowmem._src.noise import kernels_triton
 
-    assert isinstance(plain, functools.partial)
     how = {**plain.keywords, "backend": platform.backend()}
-    kernel = functools.partial(getattr(kernels_triton, name), **how)
-    return platform.on_cuda(kernel, plain, *args)
+    return platform.on_cuda(functools.partial(getattr(kernels_triton, name), **how), plain, *args)
 
 
 def sample(
@@ -252,13 +231,11 @@ def sample(
     """Compute `sample_plain`, in one kernel if supported; `path`: the leaf's, for its sharding."""
     plain = functools.partial(sample_plain, noise=noise, to=to, dtype=dtype)
 
-    def run(w: jax.Array, correction: jax.Array | None, factor: jax.Array, key: jax.Array) -> Any:
-        if no_kernel_reason(w, w.shape, w.dtype) is not None:
-            return plain(w, correction, factor, key)
-        return _either("sample", plain, w, correction, factor, key)
+    def run(w: jax.Array, *rest: jax.Array | None) -> Any:
+        return _fastest("sample", plain, w.shape, w.dtype, w, *rest)
 
-    results: tuple[jax.Array, jax.Array] = _laid_out(run, path, [w, correction, factor], key, 2)
-    return explicit.laid_like(results, (w, factor))
+    results: tuple[jax.Array, jax.Array] = _on_shards(run, path, [w, correction, factor], key, 2)
+    return explicit.reshard_like(results, (w, factor))
 
 
 def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = None) -> jax.Array:
@@ -266,24 +243,18 @@ def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = No
     plain = functools.partial(noise_sums_plain, noise=noise)
 
     def run(g: jax.Array, key: jax.Array) -> Any:
-        if no_kernel_reason(g, g.shape, g.dtype) is not None:
-            return plain(g, key)
-        return _either("noise_sums", plain, g, key)
+        return _fastest("noise_sums", plain, g.shape, g.dtype, g, key)
 
-    return _laid_out(run, path, [g], key, 1)
+    return _on_shards(run, path, [g], key, 1)
 
 
 def noise_of(key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: jnp.dtype) -> jax.Array:
     """Compute `noise_of_plain` in a dtype, in one kernel if supported."""
     plain = functools.partial(noise_of_plain, shape=shape, noise=noise, dtype=dtype)
-    if no_kernel_reason(key, shape, jnp.dtype(dtype)) is not None:
-        return plain(key)
-    return _either("noise_of", plain, key)
+    return _fastest("noise_of", plain, shape, dtype, key)
 
 
 def packed_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Compute `packed_noise_plain`, in one kernel if supported."""
     plain = functools.partial(packed_noise_plain, shape=shape)
-    if no_kernel_reason(key, shape, jnp.dtype(jnp.float32)) is not None:
-        return plain(key)
-    return _either("packed_noise", plain, key)
+    return _fastest("packed_noise", plain, shape, jnp.float32, key)

@@ -63,8 +63,9 @@ class _Place:
             rest = lax.div(rest, jnp.int32(size))
         places = [self.word[:, None].astype(jnp.uint32), self.column[None, :].astype(jnp.uint32)]
         # in the kernel, since outside it would be one more launch per array
-        own = random.word_keys_of(keys.load(0), keys.load(keys.shape[0] - 1))
-        return noise.prepared(random.words(own, [*reversed(coordinates), *places], noise.draws))
+        word_keys = random.word_keys_of(keys.load(0), keys.load(keys.shape[0] - 1))
+        indices = [*reversed(coordinates), *places]
+        return noise.prepared(random.words(word_keys, indices, noise.draws))
 
     def _part(self, x: Operand, rows: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
         """Return the indices of rows of the strip, and a mask of those in bounds; None: all."""
@@ -120,10 +121,11 @@ def _sample_body(
     here = _Place(strip, shape, program)
     masters = []
     for k in range(EIGHT):
-        own = [here.load(x, k) for x in parts]
-        masters.append(
-            split_of(own[1].dtype).join(*own) if len(own) == 2 else own[0].astype(jnp.float32)
-        )
+        w, *correction = (here.load(x, k) for x in parts)
+        if correction:
+            masters.append(split_of(correction[0].dtype).join(w, *correction))
+        else:
+            masters.append(w.astype(jnp.float32))
     where, there = here.of_blocks(factors)
     scale = here.absmax(masters) * factors.load(*where, mask=there)
     scales.store(*where, values=scale, mask=there)
@@ -227,11 +229,7 @@ def sample(
 
 @functools.partial(jax.jit, static_argnames=("noise", "strip", "backend"))
 def noise_sums(
-    g: jax.Array,
-    key: jax.Array,
-    noise: Noise,
-    strip: Strip | None = None,
-    backend: str = "pallas",
+    g: jax.Array, key: jax.Array, noise: Noise, strip: Strip | None = None, backend: str = "pallas"
 ) -> jax.Array:
     """Compute `kernels.noise_sums_plain`, with another order of the sums."""
     strip = strip or Strip(warps=2 if backend == "triton" else 4)  # as measured on an H100
@@ -253,9 +251,9 @@ def noise_of(
     backend: str = "pallas",
 ) -> jax.Array:
     """Compute `kernels.noise_of_plain` in a dtype."""
-    own = (math.prod(shape[:-2]), *shape[-2:])
+    layers = (math.prod(shape[:-2]), *shape[-2:])
     body = functools.partial(_noise_body, noise, False)
-    out = result_like(key, own, dtype)
+    out = result_like(key, layers, dtype)
     (result,) = _call(body, "noise", shape, [out], strip, backend, key.reshape(-1))
     return result.reshape(shape)
 
@@ -269,8 +267,8 @@ def packed_noise(
 ) -> jax.Array:
     """Compute `kernels.packed_noise_plain`."""
     words = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])
-    own = (math.prod(shape[:-2]), *words[-2:])
+    layers = (math.prod(shape[:-2]), *words[-2:])
     body = functools.partial(_noise_body, GAUSSWS, True)
-    out = result_like(key, own, jnp.dtype(jnp.uint32))
+    out = result_like(key, layers, jnp.dtype(jnp.uint32))
     (result,) = _call(body, "packed_noise", shape, [out], strip, backend, key.reshape(-1))
     return result.reshape(words)

@@ -208,7 +208,7 @@ class Noisy:
         for (path, old), weight, step, bits in rows:
             change = numerics.widen(weight) - numerics.widen(old) if bits.ndim else step
             changes.append(change)
-            if context.is_emitting() and (path in emitted or bits.ndim):
+            if context.current().emitted is not None and (path in emitted or bits.ndim):
                 # report changes made after the split inside to an observer outside
                 spoilt = emitted[path] - step if path in emitted else jnp.zeros_like(change)
                 context.emit(path, change + spoilt)
@@ -240,8 +240,8 @@ class Noisy:
             inner_state=trees.keep_dtypes(state.inner_state, inner, given),
         )  # fmt: skip
         result = self._sampled(rows, weights, state)
-        own = zip(rows, jax.tree.leaves(weights), strict=True)
-        kept = [w if row.sampled else row.clean for row, w in own]
+        stepped = zip(rows, jax.tree.leaves(weights), strict=True)
+        kept = [w if row.sampled else row.clean for row, w in stepped]
         state = state._replace(
             clean=array_metadata.like(params, kept, state.clean),
             scale=array_metadata.like(params, [s for _, s in result], state.scale),
@@ -260,15 +260,16 @@ class Noisy:
         trees.check_state_tree(state.clean, params)
         is_chosen = chooser(self.parts)
         rows = []
-        for (path, leaf), *own in zip(leaves, *columns, strict=True):
+        for (path, leaf), *stored in zip(leaves, *columns, strict=True):
             sampled = bool(is_chosen(path, leaf))
-            if (own[0].shape == leaf.shape and leaf.ndim > 0) != sampled:
+            if (stored[0].shape == leaf.shape and leaf.ndim > 0) != sampled:
                 raise ValueError(
-                    f"'{path}' of shape {leaf.shape} has a clean weight of shape {own[0].shape}, "
-                    f"but parts={self.parts!r} say that it is {'' if sampled else 'not '}sampled: "
-                    "the state was made, or restored, with other parts."
+                    f"'{path}' of shape {leaf.shape} has a clean weight of shape "
+                    f"{stored[0].shape}, but parts={self.parts!r} say that it is "
+                    f"{'' if sampled else 'not '}sampled: the state was made, or restored, with "
+                    "other parts."
                 )
-            rows.append(_Leaf(path, sampled, leaf, *own))
+            rows.append(_Leaf(path, sampled, leaf, *stored))
         return rows
 
     def _learn(
@@ -280,7 +281,7 @@ class Noisy:
         factor: jax.Array | None,
     ) -> tuple[jax.Array, Any, Any]:
         """Return the new count, b_i and state of the bits' optimizer (equations 3, 9 and 10)."""
-        run = _bits_gradients if context.is_placing() else compiled(_bits_gradients)
+        run = _bits_gradients if context.step_arguments().placements else compiled(_bits_gradients)
         small = [row._replace(param=None, clean=None) for row in rows]
         span = self.bits_init, self.bits_target
         result = run(
@@ -296,17 +297,17 @@ class Noisy:
     ) -> list[tuple[jax.Array, jax.Array]]:
         """Return (weight for the loss, scale of its noise) of each leaf, from clean weights."""
         corrections = corrections_of(weights, state.inner_state)
-        own = list(zip(rows, jax.tree.leaves(weights), jax.tree.leaves(state.bits), strict=True))
+        leaves = list(zip(rows, jax.tree.leaves(weights), jax.tree.leaves(state.bits), strict=True))
         given = []
-        for row, w, b in own:
+        for row, w, b in leaves:
             dtype = jnp.dtype(row.param.dtype)
             to = self.compute or formats.format_of(dtype.name)
             if row.sampled:
                 given.append((row.path, w, corrections.get(row.path), b, to, dtype))
-        run = _samples if context.is_placing() else compiled(_samples)
+        run = _samples if context.step_arguments().placements else compiled(_samples)
         span = self.bits_init, self.bits_target
         sampled = iter(run(self.noise, span, given, state.seed, state.count))
-        return [next(sampled) if row.sampled else (w, row.scale) for row, w, _ in own]
+        return [next(sampled) if row.sampled else (w, row.scale) for row, w, _ in leaves]
 
 
 def _first_bits(
@@ -371,7 +372,8 @@ def _samples(
 def _merged(params: optax.Params, clean: optax.Params, chosen: list[bool]) -> Any:
     """Return the parameters, with clean weights for sampled leaves."""
     rows = zip(jax.tree.leaves(params), jax.tree.leaves(clean), chosen, strict=True)
-    return jax.tree.unflatten(jax.tree.structure(params), [w if own else p for p, w, own in rows])
+    weights = [w if sampled else param for param, w, sampled in rows]
+    return jax.tree.unflatten(jax.tree.structure(params), weights)
 
 
 # ---- the transformation --------------------------------------------------------------------------
@@ -454,6 +456,10 @@ def gaussws_noise(
       Gaussian Weight Sampling for Scalable, Efficient and Stable Mixed-Precision QAT, 2025.
     """
     check_range("bits_loss", bits_loss, 0.0)
+    if clean_dtype is not None and jnp.dtype(clean_dtype) != jnp.float32:
+        raise ValueError(
+            f"clean_dtype must be float32, or None (as the parameters), got {clean_dtype!r}"
+        )
     if bits_optimizer is None:
         bits_optimizer = optax.adamw(1e-3, weight_decay=0.1)
     work = Noisy(
@@ -465,7 +471,7 @@ def gaussws_noise(
         bits_loss=bits_loss,
         noise=noise_named(noise),
         compute=_scaled(compute),
-        clean_dtype=_clean_dtype(clean_dtype),
+        clean_dtype=None if clean_dtype is None else jnp.dtype(clean_dtype),
         seed=seed,
     )
     chooser(parts)
@@ -489,11 +495,3 @@ def _scaled(compute: str | None) -> formats.Scaled | None:
             "dtype."
         )
     return result
-
-
-def _clean_dtype(dtype: DTypeLike | None) -> Any:
-    if dtype is None:
-        return None
-    if jnp.dtype(dtype) != jnp.float32:
-        raise ValueError(f"clean_dtype must be float32, or None (as the parameters), got {dtype!r}")
-    return jnp.dtype(jnp.float32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.core import explicit, numerics, random
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.noise import distributions, formats, kernels
 from optax_lowmem._src.noise.distributions import EIGHT, Noise
 from optax_lowmem._src.noise.formats import Format
@@ -53,13 +54,8 @@ def as_key(key: int | jax.Array) -> jax.Array:
 
 
 def noise_named(name: str) -> Noise:
-    """Return a distribution of R by name.
-
-    Raises:
-      ValueError: for an unknown name.
-    """
-    if name not in distributions.NOISES:
-        raise ValueError(f"noise must be one of {', '.join(distributions.NOISES)}, got {name!r}")
+    """Return a distribution of R by name."""
+    check_choice("noise", name, distributions.NOISES)
     return distributions.NOISES[name]
 
 
@@ -276,4 +272,4 @@ def bits_gradient(
       path: path of the leaf, to find its sharding in `lowmem.step`.
     """
     sums = kernels.noise_sums(g, key, noise, path)
-    return jnp.float32(-math.log(2)) * scale * explicit.laid_like(sums, scale)
+    return jnp.float32(-math.log(2)) * scale * explicit.reshard_like(sums, scale)

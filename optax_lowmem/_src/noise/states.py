@@ -35,9 +35,9 @@ def bitwidths(state: optax.OptState) -> dict[str, jax.Array]:
       [[6.0, 6.0], [6.0, 6.0]]
     """
     results = {
-        path: bitwidth(b, *own.bits_range)
-        for own in trees.states_with(state, FIELD, trees.is_ours)
-        for path, b in trees.named_leaves(own.bits)
+        path: bitwidth(b, *node.bits_range)
+        for node in trees.states_with(state, FIELD, trees.is_ours)
+        for path, b in trees.named_leaves(node.bits)
         if b.ndim
     }
     if not results:
@@ -98,8 +98,8 @@ class BitsTable:
             cells = "".join(f"{x:>8.3f}" for x in numbers)
             lines.append(f"{row.path:<{width}}{row.blocks:>8}{cells}  {safe}")
         over = [row for row in self.rows if row.over]
-        said = f"{len(over)} of {len(self.rows)} layers have blocks over b_t = {self.bound}"
-        return "\n".join([*lines, f"{said}, where noise may underflow in {self.format}"])
+        summary = f"{len(over)} of {len(self.rows)} layers have blocks over b_t = {self.bound}"
+        return "\n".join([*lines, f"{summary}, where noise may underflow in {self.format}"])
 
 
 def bits_table(

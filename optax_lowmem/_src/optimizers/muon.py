@@ -263,7 +263,9 @@ def flash_muon(
     Args:
       learning_rate: number, f32 scalar or schedule.
       ns_coeffs: (a, b, c) for all iterations; or one such triple per iteration, whose number then
-        is the number of iterations; or a preset, `standard` or `dion`. Known when tracing.
+        is the number of iterations; or a preset: `standard` or `dion` as in optax,
+        `polar_express`, or `turbo`, four iterations for `preconditioning="aol"`. Known when
+        tracing.
       ns_steps: number of iterations; at least the number of triples.
       beta: decay of the momentum, in [0, 1).
       eps: added to the norm of a matrix, and to Adam's root.
@@ -304,8 +306,9 @@ def flash_muon(
 
     Numerics: with f32 products and moments the steps equal optax's up to rounding. int8 momentum
     changes directions by about 0.1 of their norm and bf16 products by 0.05, since the iterations
-    amplify rounding errors where singular values are small. A NaN or infinity in a matrix makes
-    that matrix NaN, and no other.
+    amplify rounding errors where singular values are small. A matrix with one side three or
+    more times the other is iterated on the Gram matrix of its short side, and multiplied once every
+    two or three iterations. A NaN or infinity in a matrix makes that matrix NaN, and no other.
 
     Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes for matrices, 5.19 for other leaves. A step
     also needs room for one stack of matrices of equal shape, of up to 2^23 elements (or one larger
@@ -323,7 +326,8 @@ def flash_muon(
     References:
       Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et al., Muon
       is Scalable for LLM Training, 2025; Gupta et al., Effective Quantization of Muon Optimizer
-      States, 2025 (8-bit momentum).
+      States, 2025 (8-bit momentum); Amsel et al., The Polar Express, 2025 (coefficients);
+      Boissin et al., Turbo-Muon, 2025 (four iterations).
     """
     if preconditioning not in PRECONDITIONINGS:
         raise ValueError(f"preconditioning must be one of {PRECONDITIONINGS}: {preconditioning!r}")

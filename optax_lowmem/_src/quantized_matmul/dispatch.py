@@ -21,33 +21,16 @@ from optax_lowmem._src.quantized_matmul.plain import (
 )
 
 LONGEST_ROW = 1 << 15  # 32 numbers per thread of the largest program (1024 threads)
-_DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
-_NAMES = ", ".join(dtype.name for dtype in _DTYPES)
 # rows, columns and summed length must be multiples of these: TMA needs whole tiles
 _UNITS = (8, 64, 128)
 _LEAST = (128, 256, 128)  # below one block of the result the kernel mostly computes padding
 
 
-def _no_kernel(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
-    """Return why no kernel can quantize an array on this platform, or None."""
-    reason = platform.no_kernel_reason(x)
-    if reason is not None:
-        return reason
-    missing = platform.no_backend_reason()
-    if missing is not None:
-        return missing
-    if x.size == 0 or x.size > MAX_ELEMENTS:
-        return f"{x.size} elements, not 1 to {MAX_ELEMENTS}"
-    return None
-
-
 def _rows_reason(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Return why the kernel cannot quantize an array's rows on this platform, or None."""
-    if x.dtype not in _DTYPES:
-        return f"{x.dtype} is not one of {_NAMES}"
     if x.ndim == 0 or x.shape[-1] > LONGEST_ROW:
         return f"rows of {x.shape[-1:]} are longer than {LONGEST_ROW}"
-    return _no_kernel(x)
+    return platform.no_array_reason(x)
 
 
 def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Quantized:
@@ -87,7 +70,7 @@ def quantize_transposed(
         codes = codes_of(w, largest, to, clip)
         return as_stored(Quantized(codes.T, scales_of(largest, to).T))
 
-    if axes is not None or w.dtype not in _DTYPES or _no_kernel(w) is not None:
+    if axes is not None or platform.no_array_reason(w) is not None:
         return plain(w, largest)
     from optax_lowmem._src.quantized_matmul import triton
 
@@ -139,8 +122,9 @@ def product_reason(
         return f"the kernel needs Mosaic GPU of JAX {platform.MOSAIC_GPU} or newer"
     if transposed or sums != 1 or b.codes.ndim != 2:
         return "the kernel sums over the last axis of both operands, and the right one is a matrix"
-    if jnp.dtype(dtype) not in _DTYPES:
-        return f"the kernel's results are {_NAMES}, not {jnp.dtype(dtype).name}"
+    if jnp.dtype(dtype) not in platform.FLOATS:
+        names = ", ".join(map(str, platform.FLOATS))
+        return f"the kernel's results are {names}, not {jnp.dtype(dtype)}"
     kinds = tuple(x.codes.dtype.name for x in (a, b))
     if kinds[0] != kinds[1] and "int8" in kinds:
         return f"the tensor cores do not multiply {kinds[0]} by {kinds[1]}"

@@ -255,7 +255,7 @@ class Run:
         """Return a batch of leaves, or of layers of them, with this step's hyperparameters."""
         return LeafBatch(
             tuple(plans), gradients, weights, states, self.h, [{}] * len(plans), keys,
-            tuple(range(len(plans))), context.implementation(), shared,
+            tuple(range(len(plans))), context.step_arguments().implementation, shared,
             keys if shared_keys is None else shared_keys,
         )  # fmt: skip
 
@@ -352,7 +352,7 @@ def train_step(
 
     def step(params: optax.Params, state: optax.OptState, batch: object) -> tuple[Any, Any, Any]:
         places = None if specs is None else placements(params, specs, mesh)
-        with context.implementing(implementation), context.placing(places):
+        with context.stepping(implementation=implementation, placements=places):
             run = Run.begin(engine, model, params, state, each_gradient, per_layer)
             loss = backward(model, run, batch)
             return loss, *run.result(params)

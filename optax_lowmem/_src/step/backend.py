@@ -14,7 +14,7 @@ from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 from optax_lowmem._src.step import on_mesh, tuning, xla
-from optax_lowmem._src.step.batch import LeafBatch, Stepped
+from optax_lowmem._src.step.batch import LeafBatch, Result
 from optax_lowmem._src.step.gpu import launches
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
@@ -102,7 +102,7 @@ def _requested(
 
 def fused_updates(
     rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None = None
-) -> list[Stepped]:
+) -> list[Result]:
     """Compute `reference.fused_update` of each parameter with its fastest implementation.
 
     Args:
@@ -110,7 +110,7 @@ def fused_updates(
       batch: the parameters, with the hyperparameters and operands that `prepare_leaves` returns.
       tuned: tile and launch sizes of a kernel; None for those tuned for the device.
     """
-    results: dict[int, Stepped] = {}
+    results: dict[int, Result] = {}
     placed = _placed(rule, batch)
     if placed:
         results.update(_on_mesh(rule, batch, placed, tuned))
@@ -127,7 +127,7 @@ def fused_updates(
 
 def _step(
     name: str, rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None
-) -> list[Stepped]:
+) -> list[Result]:
     """Step parameters with one implementation."""
     if name == "xla":
         return xla.step(rule, batch)
@@ -145,7 +145,7 @@ def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
     gpu = platform.no_device_reason() is None
     asks_tpu = batch.implementation == _TPU
     may_be_tpu = asks_tpu or any(map(platform.may_be_tpu, batch.gradients))
-    if not gpu and not context.is_placing() and not may_be_tpu:
+    if not gpu and not context.step_arguments().placements and not may_be_tpu:
         return {}
     rows = zip(batch.plans, batch.states, batch.gradients, strict=True)
     places = {i: on_mesh.place_of(*row) for i, row in enumerate(rows)}
@@ -167,11 +167,11 @@ def _on_mesh(
     batch: LeafBatch,
     placed: Mapping[int, Placement],
     tuned: tuning.Tuning | None,
-) -> Iterator[tuple[int, Stepped]]:
+) -> Iterator[tuple[int, Result]]:
     """Yield (index, result) of the sharded parameters, stepping those of each mesh together."""
 
-    def step(part: LeafBatch) -> list[Stepped]:
-        with context.placing(None):
+    def step(part: LeafBatch) -> list[Result]:
+        with context.stepping(placements=None):
             return fused_updates(rule, part, tuned)
 
     for mesh in dict.fromkeys(place.mesh for place in placed.values()):

@@ -1,16 +1,44 @@
-"""`LeafBatch`: the plans and arrays of parameters that are stepped together."""
+"""The arrays of a step: `Leaf` of one parameter, `LeafBatch` of those stepped together."""
 
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.step.plan import LeafPlan, LeafState
+from optax_lowmem._src.step.plan import LeafPlan
+from optax_lowmem._src.step.rule import OF_BLOCK
 
-Stepped = tuple[jax.Array, LeafState]  # (update or new parameter, new state)
+
+class LeafState(NamedTuple):
+    """The stored state of a parameter; tuples are in the order of `LeafPlan.slots`."""
+
+    slots: tuple[jax.Array, ...]  # codes, or values without a codec
+    scales: tuple[jax.Array, ...]  # of the slots with a codec: shape[:-1] + (groups,)
+    correction: jax.Array | None = None  # of the parameter's shape
+
+
+class Leaf(NamedTuple):
+    """The arrays that the step of a parameter, or of a kernel's tile of it, reads."""
+
+    g: jax.Array  # gradient, f32 or 16-bit, of the parameter's shape
+    p: jax.Array | None  # parameter; None to return the rule's direction
+    state: LeafState
+    of_block: Any = None  # `Block.operands`: values shared by the elements of a block
+
+    @property
+    def result_like(self) -> "Result":
+        """Arrays whose shapes and shardings are those of the result."""
+        return Result(self.g if self.p is None else self.p, self.state)
+
+
+class Result(NamedTuple):
+    """The arrays that a step writes."""
+
+    update: jax.Array  # or the new parameter, if the plan is `direct`
+    state: LeafState
 
 
 @functools.partial(
@@ -53,25 +81,22 @@ class LeafBatch:
     def __len__(self) -> int:
         return len(self.plans)
 
-    def h(self, i: int) -> Mapping[str, jax.Array]:
-        """Return the `h` of an entry for `reference.fused_update`."""
-        return {**self.hyperparameters, **self.operands[i]}
+    def leaf(self, i: int) -> Leaf:
+        """Return the arrays of an entry."""
+        of_block = self.operands[i].get(OF_BLOCK)
+        return Leaf(self.gradients[i], self.weights[i], self.states[i], of_block)
+
+    def h(self, i: int) -> dict[str, jax.Array]:
+        """Return the scalar hyperparameters of an entry."""
+        h = {**self.hyperparameters, **self.operands[i]}
+        return {name: value for name, value in h.items() if name != OF_BLOCK}
 
     def take(self, indices: Sequence[int]) -> "LeafBatch":
         """Select entries by index; the keys of all entries are kept."""
-
-        def column(values: Sequence[Any]) -> list[Any]:
-            return [values[i] for i in indices] if values else []
-
-        return self.replace(
-            plans=tuple(column(self.plans)),
-            gradients=column(self.gradients),
-            weights=column(self.weights),
-            states=column(self.states),
-            shared=column(self.shared),
-            operands=column(self.operands),
-            numbers=tuple(column(self.numbers)),
-        )
+        names = ("gradients", "weights", "states", "operands", *(["shared"] if self.shared else []))
+        columns = {name: [getattr(self, name)[i] for i in indices] for name in names}
+        plans, numbers = zip(*((self.plans[i], self.numbers[i]) for i in indices), strict=True)
+        return self.replace(plans=plans, numbers=numbers, **columns)
 
     def with_keys_in_order(self) -> "LeafBatch":
         """Drop the keys of other entries, so that entry i has key i."""

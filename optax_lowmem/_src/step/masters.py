@@ -1,4 +1,4 @@
-"""Master weights: choice of the split, initial corrections, and reconstruction in f32."""
+"""Master weights: reconstruction in f32 from the weights and an optimizer state."""
 
 from typing import Any
 
@@ -7,87 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lowmem._src.codecs import BitSplit, MasterSplit, UlpSplit, master_split, split_of
+from optax_lowmem._src.codecs import BitSplit, UlpSplit, split_of
 from optax_lowmem._src.core import context, numerics, packs, trees
 from optax_lowmem._src.core.clean_weights import FIELD, clean_params
 from optax_lowmem._src.core.compiled import compiled
-from optax_lowmem._src.step.storage import Storage
 
 NO_CORRECTION: Any = np.zeros((), np.int8)  # placeholder for a weight without a correction
-
-
-def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
-    """Return the split for weights of a dtype; None for f32 or without master weights."""
-    if dtype == jnp.float32 or storage.master_weight_bits is None:
-        return None
-    rounding = storage.master_rounding or "stochastic"
-    return master_split(dtype, storage.master_weight_bits, storage.split, rounding)
-
-
-def rounds_weights(storage: Storage) -> bool:
-    """Return whether 16-bit weights without a correction are rounded stochastically."""
-    return storage.master_weight_bits is None and storage.master_rounding == "stochastic"
-
-
-def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:
-    """Return `split_for` of a leaf, and record the reason.
-
-    Raises:
-      ValueError: for fp16 weights that would be rounded stochastically.
-    """
-    split = split_for(storage, dtype)
-    rounds = rounds_weights(storage) and dtype != jnp.float32
-    if rounds and dtype != jnp.bfloat16:
-        raise ValueError(
-            f"weight '{path}' is {dtype}: only bfloat16 weights can be rounded stochastically "
-            "without a correction. Use master_weight_bits=24, or master_rounding='nearest'."
-        )
-    if split is not None:
-        reason = f"{split.bits}-bit master weights"
-        if split.bits == 24:
-            reason += f", {'stochastic' if split.stochastic else 'nearest'} rounding"
-    elif dtype == jnp.float32:
-        reason = "an f32 parameter is its own master weight"
-    elif rounds:
-        reason = "master_weight_bits is None: the weight itself is rounded, stochastically"
-    else:
-        reason = "master_weight_bits is None: steps under half an ulp of the weight are lost"
-    form, stochastic = (split.name, split.stochastic) if split else (None, rounds)
-    context.record(context.Decision(path, "correction", form, reason, stochastic=stochastic))
-    return split
-
-
-def check_order(gradients: list[jax.Array], params: optax.Params, correction: optax.Params) -> None:
-    """Raise if the dtypes show that gradients and parameters were swapped."""
-    rows = zip(trees.named_leaves(params), gradients, jax.tree.leaves(correction), strict=False)
-    for (path, p), g, kept in rows:
-        if p.dtype == jnp.float32 and numerics.is_narrow(g.dtype) and jnp.ndim(kept):
-            raise ValueError(
-                f"the gradient of '{path}' is {g.dtype} and the weight float32, but the state "
-                "corrects a 16-bit weight: they are in each other's place, or the weight was cast. "
-                "Call tx.update(grads, state, params), lowmem.step(tx, grads, state, params)."
-            )
-
-
-def promoted(path: str, correction: jnp.dtype) -> str:
-    """Return the error message for an f32 weight whose state corrects a 16-bit weight."""
-    return (
-        f"weight '{path}' is float32, but the state corrects a 16-bit weight (by {correction}). An "
-        "f32 update was added to it without a cast, as eqx.apply_updates and params + updates do: "
-        "use optax.apply_updates or lowmem.step, or make the optimizer with "
-        "update_dtype='param' (storage=Storage(update_dtype='param'), or the argument of "
-        "split_master_weights). If it was cast, or the state restored for other weights, begin "
-        "with params, state = lowmem.init(tx, params_f32). If gradients and weights are in each "
-        "other's place, call tx.update(grads, state, params)."
-    )
-
-
-def initial_correction(split: MasterSplit, path: str, leaf: jax.Array) -> jax.Array:
-    """Return the correction that `lowmem.init` provides, or else zero correction."""
-    provided = context.provided_correction(path)
-    if provided is not None:
-        return provided
-    return jnp.full_like(leaf, split.zero, dtype=split.dtype)
 
 
 def join_master(p: jax.Array, correction: jax.Array) -> jax.Array:

@@ -20,10 +20,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from optax_lowmem._src.core import context, explicit, varying
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.step import packed
+from optax_lowmem._src.step import xla
 from optax_lowmem._src.step.backend import fused_updates
-from optax_lowmem._src.step.batch import LeafBatch, Stepped
-from optax_lowmem._src.step.plan import LeafPlan, LeafState
+from optax_lowmem._src.step.batch import LeafBatch, LeafState, Result
+from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
 
 # Elements of a stack and its two products X X^T per device, unless one matrix alone has more:
@@ -47,11 +47,11 @@ class _Direction(UpdateRule):
         return g, {}
 
 
-def step_leaves(rule: MatrixRule, batch: LeafBatch) -> list[Stepped]:
+def step_leaves(rule: MatrixRule, batch: LeafBatch) -> list[Result]:
     """Step matrices, one stack after the other."""
     for plan, *arrays in zip(batch.plans, batch.gradients, batch.states, strict=True):
         varying.check_whole(plan.path, arrays, "a direction of whole matrices")
-    results: dict[int, Stepped] = {}
+    results: dict[int, Result] = {}
     done: Any = ()
     for indices in stacks(batch.plans, _devices(batch.gradients)):
         stack = batch.take(indices).with_keys_in_order()
@@ -117,7 +117,7 @@ def _temporary_elements(rows: int, columns: int) -> int:
     return rows * columns + 2 * min(rows, columns) ** 2
 
 
-def _step(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
+def _step(rule: MatrixRule, stack: LeafBatch) -> list[Result]:
     """Step one stack."""
     h, dtype = stack.hyperparameters, jnp.dtype(rule.dtype)
     bare = stack.replace(
@@ -140,21 +140,21 @@ def _step(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
         operands=[{"lr": h["lr"] * scale} for scale in scales],
     )
     return [
-        (update, new._replace(correction=landed.correction))
+        Result(update, new._replace(correction=landed.correction))
         for (update, landed), (_, new) in zip(
             fused_updates(_Direction(), landing), moved, strict=True
         )
     ]
 
 
-_in_a_call = packed.opaque(jax.jit(_step, static_argnames=("rule",)))
+_in_a_call = xla.opaque(jax.jit(_step, static_argnames=("rule",)))
 
 
-def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
+def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> list[Result]:
     """Call `_step`, on a CPU without inlining, since XLA would compute all stacks at once."""
-    if not _on_cpu() or context.is_placing():  # shardings are looked up by path
+    if not _on_cpu() or context.step_arguments().placements:  # shardings are looked up by path
         return _step(rule, stack)
-    results: list[Stepped] = _in_a_call(rule, stack.nameless)
+    results: list[Result] = _in_a_call(rule, stack.nameless)
     return results
 
 

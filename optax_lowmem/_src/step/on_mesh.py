@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from optax_lowmem._src.core import context, explicit, random
 from optax_lowmem._src.core.placement import Placement, entry, placement
-from optax_lowmem._src.step.batch import LeafBatch, Stepped
-from optax_lowmem._src.step.plan import LeafPlan, LeafState
+from optax_lowmem._src.step.batch import LeafBatch, LeafState, Result
+from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
 
 
@@ -61,8 +61,8 @@ def _of_block(plan: LeafPlan, place: Placement) -> Any:
 
 
 def fused_updates(
-    step: Callable[[LeafBatch], list[Stepped]], batch: LeafBatch, places: Sequence[Placement]
-) -> list[Stepped]:
+    step: Callable[[LeafBatch], list[Result]], batch: LeafBatch, places: Sequence[Placement]
+) -> list[Result]:
     """Step parameters on one mesh.
 
     Args:
@@ -88,7 +88,7 @@ def fused_updates(
         keys=every,
     )
 
-    def on_a_device(part: LeafBatch) -> list[Stepped]:
+    def on_a_device(part: LeafBatch) -> list[Result]:
         local = [
             dataclasses.replace(plan, shape=place.local(plan.shape))
             for plan, place in zip(batch.plans, places, strict=True)
@@ -98,19 +98,14 @@ def fused_updates(
 
     results = explicit.on_each_device(
         on_a_device, mesh, typed, (specs,),
-        list(zip(specs.gradients, specs.states, strict=True)), batch,
+        list(map(Result, specs.gradients, specs.states)), batch,
     )  # fmt: skip
     if typed:
-        likes = map(result_like, batch.gradients, batch.weights, batch.states)
-        results = [explicit.laid_like(one, like) for one, like in zip(results, likes, strict=True)]
+        likes = [batch.leaf(i).result_like for i in range(len(batch))]
+        results = [
+            explicit.reshard_like(one, like) for one, like in zip(results, likes, strict=True)
+        ]
     return results
-
-
-def result_like(
-    gradient: jax.Array, weight: jax.Array | None, state: LeafState
-) -> tuple[jax.Array, LeafState]:
-    """Return arrays with the shardings of a leaf's update and new state on Explicit axes."""
-    return (gradient if weight is None else weight), state
 
 
 def _specs_of(state: LeafState, spec: PartitionSpec) -> LeafState:

@@ -1,14 +1,15 @@
 """Backend-independent parts of the kernels: operands, results and aliases, step of a tile."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.core.groups import Tiling, result_like
 from optax_lowmem._src.step import reference
-from optax_lowmem._src.step.plan import LeafPlan, LeafState
+from optax_lowmem._src.step.batch import Leaf, LeafState, Result
+from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
 
 
@@ -26,39 +27,6 @@ class AnyHyperparameters(Mapping[str, jax.Array]):
 
     def __len__(self) -> int:
         return 0
-
-
-class Leaf(NamedTuple):
-    """Arrays that the step of a parameter reads."""
-
-    g: jax.Array
-    p: jax.Array | None
-    correction: jax.Array | None
-    slots: tuple[jax.Array, ...]
-    scales: tuple[jax.Array, ...]  # of the compressed slots only
-    of_block: Any = None  # `Block.operands`: block-wise values, one per block
-
-
-class Result(NamedTuple):
-    """Arrays that the step of a leaf writes.
-
-    `update` is the new weight if the plan `lands` or is `direct`.
-    """
-
-    update: jax.Array
-    correction: jax.Array | None
-    slots: tuple[jax.Array, ...]
-    scales: tuple[jax.Array, ...]
-
-
-def leaf_of(g: jax.Array, p: jax.Array | None, state: LeafState, of_block: Any = None) -> Leaf:
-    """Return the arrays that a kernel reads."""
-    return Leaf(g, p, state.correction, state.slots, state.scales, of_block)
-
-
-def state_of(result: Result) -> LeafState:
-    """Return the new state of a leaf."""
-    return LeafState(result.slots, result.scales, result.correction)
 
 
 def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
@@ -80,18 +48,17 @@ def slot_tilings(plan: LeafPlan, tiling: Tiling) -> list[Tiling]:
 
 def views(plan: LeafPlan, tiling: Tiling, leaf: Leaf) -> Leaf:
     """Reshape the arrays of a leaf to the views that its kernel reads."""
-    g, p, correction = jax.tree.map(tiling.element_view, (leaf.g, leaf.p, leaf.correction))
-    own = zip(slot_tilings(plan, tiling), leaf.slots, strict=True)
+    g, p, correction = jax.tree.map(tiling.element_view, (leaf.g, leaf.p, leaf.state.correction))
+    own = zip(slot_tilings(plan, tiling), leaf.state.slots, strict=True)
     slots = tuple(tiling.element_view(slot) for tiling, slot in own)
-    scales, of_block = jax.tree.map(tiling.scale_view, (leaf.scales, leaf.of_block))
-    return Leaf(g, p, correction, slots, scales, of_block)
+    scales, of_block = jax.tree.map(tiling.scale_view, (leaf.state.scales, leaf.of_block))
+    return Leaf(g, p, LeafState(slots, scales, correction), of_block)
 
 
 def output(plan: LeafPlan, viewed: Leaf) -> Any:
     """Return the shapes and dtypes of a kernel's results for the views of a leaf."""
     update: Any = result_like(viewed.g, dtype=update_dtype(plan, viewed.p))
-    state: Any = jax.tree.map(result_like, (viewed.correction, viewed.slots, viewed.scales))
-    return Result(update, *state)
+    return Result(update, jax.tree.map(result_like, viewed.state))
 
 
 def aliases(
@@ -101,13 +68,10 @@ def aliases(
     numbered_in = _numbered(inputs, first)
     results: dict[int, int] = {}
     for leaf, result in zip(numbered_in, _numbered(outputs, 0), strict=True):
-        pairs = [*zip(leaf.slots, result.slots, strict=True)]
-        pairs += zip(leaf.scales, result.scales, strict=True)
-        if leaf.correction is not None:
-            pairs.append((leaf.correction, result.correction))
-        if plan.direct:
-            pairs.append((leaf.p, result.update))
+        pairs = zip(jax.tree.leaves(leaf.state), jax.tree.leaves(result.state), strict=True)
         results.update(pairs)
+        if plan.direct:
+            results[leaf.p] = result.update
     return results
 
 
@@ -118,13 +82,8 @@ def _numbered(trees: Sequence[Any], first: int) -> Any:
 
 def restored(plan: LeafPlan, leaf: Leaf, result: Result) -> Result:
     """Reshape the results of a kernel to the shapes of their leaf."""
-    update = result.update.reshape(plan.shape)
-    state = jax.tree.map(
-        lambda new, old: new.reshape(old.shape),
-        result[1:],
-        (leaf.correction, leaf.slots, leaf.scales),
-    )
-    return Result(update, *state)
+    state = jax.tree.map(lambda new, old: new.reshape(old.shape), result.state, leaf.state)
+    return Result(result.update.reshape(plan.shape), state)
 
 
 def step_tile(
@@ -139,13 +98,13 @@ def step_tile(
     `plan` may be that of any leaf in the launch, since they differ only in shape, which is unused.
     """
     lanes = leaf.g.shape[-1]
-    layout = reference.Tile(lanes, lanes)
-    state, correction = LeafState(leaf.slots, leaf.scales, leaf.correction), leaf.correction
-    moved, values = reference.advance(rule, plan, leaf.g, leaf.p, state, h, layout)
+    layout, correction = reference.Tile(lanes, lanes), leaf.state.correction
+    moved, values = reference.advance(rule, plan, leaf, h, layout)
     if leaf.p is not None:
         # the weight even if the plan is not direct: XLA fuses the update with its consumer
         own = reference.master_noise(plan, noise, layout)
         moved, correction = reference.move(plan, leaf.p, moved, correction, own)
     # encode last, when the weight's registers are free: encoding needs the most registers
     slots, scales = reference.encode(plan, values, noise, layout)
-    return Result(moved.astype(update_dtype(plan, leaf.p)), correction, slots, scales)
+    update = moved.astype(update_dtype(plan, leaf.p))
+    return Result(update, LeafState(slots, scales, correction))

@@ -3,17 +3,16 @@
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.codecs import GroupCodec, MasterSplit, StoredSlot
+from optax_lowmem._src.codecs import GroupCodec, MasterSplit, StoredSlot, master_split
 from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core.block import Block, BlockStructure
 from optax_lowmem._src.core.policy import Policy
-from optax_lowmem._src.step.masters import choose_split, rounds_weights
 from optax_lowmem._src.step.matrix_axes import Matrices, MatrixAxes
 from optax_lowmem._src.step.rule import Slot, UpdateRule
 from optax_lowmem._src.step.storage import Storage
@@ -71,12 +70,6 @@ class LeafPlan:
     matrices: Matrices | None = None
     rounds: bool = False
     follows_gradient: bool = False
-
-    def for_gradient(self, dtype: jnp.dtype) -> "LeafPlan":
-        """Return the plan for a gradient of this dtype."""
-        if not self.follows_gradient or dtype != self.dtype:
-            return self
-        return dataclasses.replace(self, update_dtype=self.dtype)
 
     @property
     def nameless(self) -> "LeafPlan":
@@ -162,14 +155,6 @@ class LeafPlan:
         return forms
 
 
-class LeafState(NamedTuple):
-    """The stored state of a parameter; tuples are in the order of `LeafPlan.slots`."""
-
-    slots: tuple[jax.Array, ...]  # codes, or values without a codec
-    scales: tuple[jax.Array, ...]  # of the slots with a codec: shape[:-1] + (groups,)
-    correction: jax.Array | None = None  # of the parameter's shape
-
-
 # ---- decisions -----------------------------------------------------------------------------------
 
 
@@ -211,6 +196,47 @@ def decide_slot(
     )
 
 
+def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
+    """Return the split for weights of a dtype; None for f32 or without master weights."""
+    if dtype == jnp.float32 or storage.master_weight_bits is None:
+        return None
+    rounding = storage.master_rounding or "stochastic"
+    return master_split(dtype, storage.master_weight_bits, storage.split, rounding)
+
+
+def rounds_weights(storage: Storage) -> bool:
+    """Return whether 16-bit weights without a correction are rounded stochastically."""
+    return storage.master_weight_bits is None and storage.master_rounding == "stochastic"
+
+
+def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:
+    """Return `split_for` of a leaf, and record the reason.
+
+    Raises:
+      ValueError: for fp16 weights that would be rounded stochastically.
+    """
+    split = split_for(storage, dtype)
+    rounds = rounds_weights(storage) and dtype != jnp.float32
+    if rounds and dtype != jnp.bfloat16:
+        raise ValueError(
+            f"weight '{path}' is {dtype}: only bfloat16 weights can be rounded stochastically "
+            "without a correction. Use master_weight_bits=24, or master_rounding='nearest'."
+        )
+    if split is not None:
+        reason = f"{split.bits}-bit master weights"
+        if split.bits == 24:
+            reason += f", {'stochastic' if split.stochastic else 'nearest'} rounding"
+    elif dtype == jnp.float32:
+        reason = "an f32 parameter is its own master weight"
+    elif rounds:
+        reason = "master_weight_bits is None: the weight itself is rounded, stochastically"
+    else:
+        reason = "master_weight_bits is None: steps under half an ulp of the weight are lost"
+    form, stochastic = (split.name, split.stochastic) if split else (None, rounds)
+    context.record(context.Decision(path, "correction", form, reason, stochastic=stochastic))
+    return split
+
+
 def plan_leaves(
     rule: UpdateRule,
     storage: Storage,
@@ -243,21 +269,30 @@ def plan_leaves(
     if not leaves:  # also for the placeholder of optax.tree.map_params, which fits no mask
         return []
     masked_out = storage.policy.masked_out(params)
-    decays = _decays(decay_mask, params)
+    decays = [True] * len(leaves)
+    if decay_mask is not None:
+        decays = trees.mask_values("the mask of weight decay", decay_mask, params)
     blocks = structure.infer(params) if structure else {}
     axes = matrices.of(params) if matrices else {}
-    wanted = structure if storage.rounding == "embeddings" else None
-    tables = wanted.embeddings(params) if wanted else set()
+    tables: set[str] = set()
+    if structure and storage.rounding == "embeddings":
+        tables = structure.embeddings(params)
+    coded = {  # the slots that the state stores as codes, with scales
+        (path, slot.name)
+        for slot in (rule.slots if state is not None else ())
+        for (path, _), scale in zip(
+            leaves, jax.tree.leaves(getattr(state, f"{slot.name}_scale")), strict=False
+        )
+        if jnp.ndim(scale)
+    }
     plans = []
-    for (path, leaf), decay, stored in zip(
-        leaves, decays, _stored(rule, state, len(leaves)), strict=True
-    ):
+    for (path, leaf), decay in zip(leaves, decays, strict=True):
         trees.check_param(path, leaf)
         shape, dtype, block = tuple(leaf.shape), jnp.dtype(leaf.dtype), blocks.get(path)
         slots = {
             slot: _plan_slot(
                 storage, slot, path, shape, path in masked_out, path in tables, block,
-                slot.name in stored, (slot_dtypes or {}).get(slot.name),
+                (path, slot.name) in coded, (slot_dtypes or {}).get(slot.name),
             )
             for slot in rule.of_leaf(axes.get(path)).slots
         }  # fmt: skip
@@ -296,18 +331,16 @@ def _plan_slot(
 ) -> SlotPlan:
     name, codec = slot.name, getattr(storage, slot.name)
     refused = f"storage.{name} is None" if codec is None else None
-    stochastic = rounds_stochastically(storage.rounding, name, in_table)
+    stochastic = {"stochastic": True, "nu": name == "nu", "embeddings": in_table}
     decision = decide_slot(
-        path, shape, name, codec, storage.group_size, stochastic, storage.policy, masked_out,
-        stored, refused,
+        path, shape, name, codec, storage.group_size, stochastic.get(storage.rounding, False),
+        storage.policy, masked_out, stored, refused,
     )  # fmt: skip
     kept = decision.codec
     dtype = kept.dtype if kept else jnp.dtype(plain_dtype or jnp.float32)
     if slot.shared and block is not None:
         form = f"{decision.form or 'f32'}, {block.words or 'a value a block'}"
-        decision = dataclasses.replace(decision, form=form, reason=block.reason)
-    if slot.shared:
-        decision = dataclasses.replace(decision, block=block)
+        decision = dataclasses.replace(decision, form=form, reason=block.reason, block=block)
     context.record(decision)
     return SlotPlan(name, kept, dtype, decision.stochastic)
 
@@ -316,21 +349,18 @@ def warn_of_four_bits(plans: Sequence[LeafPlan]) -> None:
     """Warn of second moments in 4-bit codes, in `init`, which sees all leaves."""
     if context.is_recording():
         return
-    shared, own = [], []
+    paths: dict[str, list[str]] = {_SHARED_FOUR_BITS: [], ELEMENTWISE_FOUR_BITS: []}
     for plan in plans:
         shares = plan.block is not None and not plan.block.elementwise
-        if shares and any(map(_in_four_bits, plan.shared)):
-            shared.append(plan.path)
-        elif any(map(_in_four_bits, (*plan.slots, *plan.shared))):
-            own.append(plan.path)
-    for paths, message in ((shared, _SHARED_FOUR_BITS), (own, _OWN_FOUR_BITS)):
-        if paths:
-            others = f" and {len(paths) - 1} more" if paths[1:] else ""
-            warnings.warn(message.format(f"leaf '{paths[0]}'{others}"), stacklevel=3)
-
-
-def _in_four_bits(slot: SlotPlan) -> bool:
-    return slot.name == "nu" and slot.codec is not None and slot.codec.codes_per_byte > 1
+        for slot in (*plan.slots, *plan.shared):
+            if slot.name == "nu" and slot.codec is not None and slot.codec.codes_per_byte > 1:
+                message = (
+                    _SHARED_FOUR_BITS if shares and slot in plan.shared else ELEMENTWISE_FOUR_BITS
+                )
+                paths[message].append(plan.path)
+    for message, (first, *more) in ((m, p) for m, p in paths.items() if p):
+        others = f" and {len(more)} more" if more else ""
+        warnings.warn(message.format(f"leaf '{first}'{others}"), stacklevel=3)
 
 
 _SHARED_FOUR_BITS = (
@@ -338,39 +368,9 @@ _SHARED_FOUR_BITS = (
     "memory, and each error affects all of these elements. Keep them in f32 with nu=None, for "
     "example Storage.four_bit(nu=None)."
 )
-_OWN_FOUR_BITS = (
+ELEMENTWISE_FOUR_BITS = (
     "second moments of single elements ({}) are stored in 4 bits: small ones in a group with "
     "larger ones may be stored too large, and their weights then move too slowly. "
     "flash_factored_adamw with storage=Storage.four_bit(nu=None, group_size=32) has no such codes "
     "and takes less memory, 3.56 bytes per parameter."
 )
-
-
-def _decays(mask: optax.MaskOrFn, params: optax.Params) -> list[bool]:
-    if mask is None:
-        return [True] * len(jax.tree.leaves(params))
-    return trees.mask_values("the mask of weight decay", mask, params)
-
-
-def rounds_stochastically(rounding: str, slot: str, in_table: bool) -> bool:
-    """Return whether `Storage.rounding` rounds a slot's codes stochastically, or to nearest.
-
-    Args:
-      rounding: the value of `Storage.rounding`.
-      slot: the name of the slot.
-      in_table: whether the leaf is an embedding table.
-    """
-    if rounding == "nu":
-        return slot == "nu"
-    return in_table if rounding == "embeddings" else rounding == "stochastic"
-
-
-def _stored(rule: UpdateRule, state: optax.OptState, count: int) -> list[set[str]]:
-    """Return the names of the slots that a state stores as codes (with scales), per leaf."""
-    stored: list[set[str]] = [set() for _ in range(count)]
-    for slot in () if state is None else rule.slots:
-        scales = jax.tree.leaves(getattr(state, f"{slot.name}_scale"))
-        for own, one in zip(stored, scales, strict=False):  # `unpack` compares their number
-            if jnp.ndim(one):
-                own.add(slot.name)
-    return stored

@@ -16,8 +16,8 @@ from optax_lowmem._src.core import context, explicit, varying
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.backend import fused_updates
-from optax_lowmem._src.step.batch import LeafBatch
-from optax_lowmem._src.step.plan import LeafPlan, LeafState
+from optax_lowmem._src.step.batch import LeafBatch, LeafState
+from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import OF_BLOCK, Slot, UpdateRule
 
 # traced once per shape and plan
@@ -32,8 +32,12 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
       batch: parameters with f32 hyperparameters; for `blocks`, without `l2`.
     """
     if rule.prepares == "leaf":
-        rows = zip(batch.plans, batch.gradients, batch.weights, batch.states, strict=True)
-        prepared = [_prepare_leaf(rule, *row, batch.hyperparameters) for row in rows]
+        prepared = []
+        for i, plan in enumerate(batch.plans):
+            prepare = functools.partial(_prepare, rule, plan.nameless)
+            leaf, h = batch.leaf(i), batch.hyperparameters
+            names = jax.eval_shape(prepare, leaf, h)  # scalars, replicated on Explicit axes
+            prepared.append(explicit.left_to_xla(prepare, dict.fromkeys(names), leaf, h))
         return batch.replace(operands=prepared), batch.shared
     # XLA partitions the means of blocks that span several devices, also on Explicit axes
     blocks = [plan.block or Block() for plan in batch.plans]
@@ -64,20 +68,6 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
 def _operand_shardings(block: Block, v: jax.Array) -> Any:
     """Return the shardings of `Block.operands`: v's if there is one part, else XLA's choice."""
     return explicit.sharding_of(v) if len(block.parts) == 1 else (None,) * len(block.parts)
-
-
-def _prepare_leaf(
-    rule: UpdateRule,
-    plan: LeafPlan,
-    g: jax.Array,
-    p: jax.Array | None,
-    state: LeafState,
-    h: Mapping[str, jax.Array],
-) -> Mapping[str, jax.Array]:
-    """Compute `reference.prepare`, whose results are scalars, replicated on Explicit axes."""
-    prepare = functools.partial(_prepare, rule, plan.nameless)
-    names = jax.eval_shape(prepare, g, p, state, h)
-    return explicit.left_to_xla(prepare, dict.fromkeys(names), g, p, state, h)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +115,7 @@ def _prepare_blocks(
         tuple(plan.shared_plan for plan in plans), [mean.reshape(-1) for mean in means],
         [None] * len(plans), flat, h, [{}] * len(plans), keys, numbers, implementation,
     )  # fmt: skip
-    with context.placing(None):  # the context has the shardings of leaves, not of blocks
+    with context.stepping(placements=None):  # those are of leaves, not of blocks
         result = fused_updates(_BlockRule(rule), of_blocks)
     values = [given.reshape(mean.shape) for (given, _), mean in zip(result, means, strict=True)]
     shapes = [plan.shape for plan in plans]

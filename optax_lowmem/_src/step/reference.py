@@ -2,12 +2,12 @@
 
 A step is `advance` (decode the slots, then the rule), `encode` of the new slots, and `move` of the
 weight and its correction. Every implementation calls these functions and differs only in what it
-does between them. Arrays have the shape of a leaf (`Whole`) or of a kernel's tile (`Tile`).
+does between them, and in the `Layout` of its arrays.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from jax import lax
 
 from optax_lowmem._src.codecs import BitSplit, GroupCodec, MasterSplit, UlpSplit
 from optax_lowmem._src.core import groups, numerics, random
-from optax_lowmem._src.step.plan import LeafPlan, LeafState, SlotPlan
+from optax_lowmem._src.step.batch import Leaf, LeafState, Result
+from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
 
 MASTER = "correction"  # the slot name of the master weight in the random hash
@@ -29,21 +30,16 @@ Measured = Mapping[str, tuple[jax.Array, Any]]  # slot name -> (stored scales, d
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """Layout of whole leaves, [..., n], with groups along the last axis."""
+class Layout:
+    """Layout of a step's arrays; here of whole leaves, [..., n], with groups on the last axis.
 
-    plan: LeafPlan
-    exists = None  # no mask: all elements exist
+    Attributes:
+      group_size: number of neighbours on the last axis that share one value of the random bits R.
+      length: length of the last axis.
+    """
 
-    @property
-    def group_size(self) -> int:
-        """Number of elements per group."""
-        return self.plan.group_size
-
-    @property
-    def length(self) -> int:
-        """Length of the last axis."""
-        return self.plan.shape[-1]
+    group_size: int
+    length: int
 
     def to_groups(self, x: jax.Array) -> jax.Array:
         """Reshape an array to [..., groups, lanes]."""
@@ -51,13 +47,7 @@ class Whole:
 
     def to_elements(self, of_groups: Any) -> Any:
         """Broadcast values per group to their elements."""
-        return groups.spread_tree(of_groups, self.length, self.group_size)
-
-    def operands(self, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """Return hyperparameters that broadcast to the elements."""
-        if self.plan.block is None:
-            return h
-        return {**h, OF_BLOCK: self.plan.block.of_elements(h[OF_BLOCK], self.plan.shape)}
+        return jax.tree.map(lambda x: groups.spread(x, self.length, self.group_size), of_groups)
 
     def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
         """Unpack stored bytes into codes."""
@@ -68,74 +58,31 @@ class Whole:
         return codec.pack(codes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """Layout of a kernel's tile, [groups, lanes], with hyperparameters as the kernel loads them.
-
-    Attributes:
-      group_size: elements per group.
-      length: length of the last axis, which is one group.
-    """
-
-    group_size: int
-    length: int
+class Tile(Layout):
+    """Layout of a kernel's tile, [groups, lanes]: each row is one group."""
 
     def to_groups(self, x: jax.Array) -> jax.Array:
-        """Return the tile, whose rows are groups already."""
+        """Return the tile."""
         return x
 
     def to_elements(self, of_groups: Any) -> Any:
         """Broadcast values per group to their elements."""
         return jax.tree.map(lambda x: x[..., None], of_groups)
 
-    def operands(self, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """Return hyperparameters that broadcast to the elements."""
-        return h
 
-    def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
-        """Unpack stored bytes into codes."""
-        return codec.unpack(stored, self.length)
-
-    def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
-        """Pack codes into stored bytes."""
-        return codec.pack(codes)
-
-
-class Layout(Protocol):
-    """Layout of a step's arrays: whole leaves (`Whole`), a kernel's tile (`Tile`) or registers."""
-
-    @property
-    def group_size(self) -> int:
-        """Number of neighbours on the last axis that share one value of the random bits R."""
-
-    @property
-    def length(self) -> int:
-        """Length of the last axis."""
-
-    def to_groups(self, x: jax.Array) -> jax.Array:
-        """Reshape an array to [..., groups, lanes]."""
-
-    def to_elements(self, of_groups: Any) -> Any:
-        """Broadcast values per group to their elements."""
-
-    def operands(self, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """Return hyperparameters that broadcast to the elements."""
-
-    def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
-        """Unpack stored bytes into codes."""
-
-    def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
-        """Pack codes into stored bytes."""
+def whole(plan: LeafPlan) -> Layout:
+    """Return the layout of a whole leaf, which may be 0-d."""
+    return Layout(plan.group_size, plan.shape[-1] if plan.shape else 1)
 
 
 # ---- decode and advance --------------------------------------------------------------------------
 
 
 def decode(
-    plan: LeafPlan, state: LeafState, layout: Layout | None = None, units: Units | None = None
+    plan: LeafPlan, state: LeafState, layout: Layout, units: Units | None = None
 ) -> dict[str, jax.Array]:
     """Decode the slots of a leaf to f32; `units` are its decoded scales, if computed before."""
-    layout, scales = layout or Whole(plan), iter(state.scales)
+    scales = iter(state.scales)
     values = {}
     for slot, stored in zip(plan.slots, state.slots, strict=True):
         if slot.codec is None:
@@ -150,21 +97,23 @@ def decode(
 def advance(
     rule: UpdateRule,
     plan: LeafPlan,
-    g: jax.Array,
-    p: jax.Array | None,
-    state: LeafState,
+    leaf: Leaf,
     h: Mapping[str, jax.Array],
     layout: Layout | None = None,
     units: Units | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the step to subtract from the master weight, and the new f32 values of the slots.
 
-    Without a weight, the step is the rule's direction.
+    Without a weight, the step is the rule's direction. In a kernel's layout, `leaf.of_block`
+    broadcasts to the elements.
     """
-    layout = layout or Whole(plan)
-    h = layout.operands(h)
-    values = decode(plan, state, layout, units)
-    g, weight = gradient_and_weight(plan, g, p, state.correction, h)
+    if leaf.of_block is not None:
+        of_block = leaf.of_block
+        if layout is None and plan.block is not None:
+            of_block = plan.block.of_elements(of_block, plan.shape)
+        h = {**h, OF_BLOCK: of_block}
+    values = decode(plan, leaf.state, layout or whole(plan), units)
+    g, weight = gradient_and_weight(plan, leaf, h)
     direction, values = rule.update(g, values, h)
     if weight is None:
         return direction, values
@@ -173,64 +122,47 @@ def advance(
 
 
 def gradient_and_weight(
-    plan: LeafPlan,
-    g: jax.Array,
-    p: jax.Array | None,
-    correction: jax.Array | None,
-    h: Mapping[str, jax.Array],
+    plan: LeafPlan, leaf: Leaf, h: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the gradient as the rule takes it, and the master weight or None."""
-    g = numerics.widen(g)
+    g = numerics.widen(leaf.g)
     if "gradient_scale" in h:
         g = g * h["gradient_scale"]
-    if p is None:
+    if leaf.p is None:
         return g, None
-    weight = numerics.widen(p)
-    if plan.split is not None and correction is not None:
-        weight = plan.split.join(p, correction)
+    weight = numerics.widen(leaf.p)
+    if plan.split is not None and leaf.state.correction is not None:
+        weight = plan.split.join(leaf.p, leaf.state.correction)
     return g + h["l2"] * weight if plan.decays and "l2" in h else g, weight
 
 
 def prepare(
-    rule: UpdateRule,
-    plan: LeafPlan,
-    g: jax.Array,
-    p: jax.Array | None,
-    state: LeafState,
-    h: Mapping[str, jax.Array],
+    rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
     """Return the operands that a rule computes from a whole leaf; they override entries of `h`."""
     if rule.prepares != "leaf":
         return {}
-    gradient, _ = gradient_and_weight(plan, g, p, state.correction, h)
-    return rule.prepare(gradient, decode(plan, state), h)[0]
+    gradient, _ = gradient_and_weight(plan, leaf, h)
+    return rule.prepare(gradient, decode(plan, leaf.state, whole(plan)), h)[0]
 
 
 # ---- encode --------------------------------------------------------------------------------------
 
 
 def measure(plan: LeafPlan, values: Mapping[str, jax.Array]) -> Measured:
-    """Return (stored scales, divisors) of each slot that has a codec."""
-    layout = Whole(plan)
+    """Return (stored scales, divisors) of each slot of a whole leaf that has a codec."""
     return {
-        slot.name: slot.codec.measure(layout.to_groups(values[slot.name]))
+        slot.name: slot.codec.measure(whole(plan).to_groups(values[slot.name]))
         for slot in plan.slots
         if slot.codec is not None
     }
-
-
-def slot_noise(slot: SlotPlan, noise: Noise | None, layout: Layout) -> jax.Array | None:
-    """Return the uniforms for rounding a slot's codes, or None to round to nearest."""
-    if noise is None or not slot.stochastic:
-        return None
-    return random.join_bits(*noise, layout.group_size, slot.name)
 
 
 def encode(
     plan: LeafPlan,
     values: Mapping[str, jax.Array],
     noise: Noise | None,
-    layout: Layout | None = None,
+    layout: Layout,
     measured: Measured | None = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
     """Encode the new values of the slots; returns them as stored, and the scales of their codecs.
@@ -238,18 +170,19 @@ def encode(
     Args:
       plan: the leaf's static choices.
       values: new values of the slots, f32.
-      noise: random bits for codes that are rounded stochastically.
-      layout: layout of the arrays; by default a whole leaf.
+      noise: random bits for codes that are rounded stochastically; None to round to nearest.
+      layout: layout of the arrays.
       measured: the result of `measure`, if computed before.
     """
-    layout = layout or Whole(plan)
     slots, scales = [], []
     for slot in plan.slots:
         value = values[slot.name]
         if slot.codec is None:
             slots.append(value.astype(slot.dtype))
             continue
-        uniforms = slot_noise(slot, noise, layout)
+        uniforms = None
+        if noise is not None and slot.stochastic:
+            uniforms = random.join_bits(*noise, layout.group_size, slot.name)
         if measured is None:
             stored, divisor = slot.codec.measure(layout.to_groups(value))
         else:
@@ -299,13 +232,11 @@ def emit(plan: LeafPlan, p: jax.Array | None, moved: jax.Array) -> jax.Array:
     return update_towards(moved, p, plan.update_dtype)
 
 
-def master_noise(
-    plan: LeafPlan, noise: Noise | None, layout: Layout | None = None
-) -> jax.Array | None:
+def master_noise(plan: LeafPlan, noise: Noise | None, layout: Layout) -> jax.Array | None:
     """Return the random bits that round master weights, or None if the plan needs none."""
     if noise is None or not plan.stochastic_master:
         return None
-    return random.slot_bits(*noise, (layout or Whole(plan)).group_size, MASTER)
+    return random.slot_bits(*noise, layout.group_size, MASTER)
 
 
 def land(
@@ -384,47 +315,44 @@ def split_update(
 def fused_update(
     rule: UpdateRule,
     plan: LeafPlan,
-    g: jax.Array,
-    p: jax.Array | None,
-    state: LeafState,
+    leaf: Leaf,
     h: Mapping[str, jax.Array],
     key: jax.Array,
     two_passes: bool = False,
-) -> tuple[jax.Array, LeafState]:
+) -> Result:
     """Return the update of a leaf (its new parameter if the plan is `direct`) and its new state.
 
     Args:
       rule: the optimizer's arithmetic.
       plan: the leaf's static choices.
-      g: gradient, f32 or 16-bit, of the parameter's shape.
-      p: parameter; None to return the rule's direction (no `lr` in h).
-      state: stored slots, scales, correction.
-      h: f32 scalars, except `OF_BLOCK` (one value per block): the hyperparameters of the rule,
-        optionally `gradient_scale` (a factor of the gradient), and with a parameter `lr`, `decay`
-        (the fraction of the weight to subtract) and `l2` (a factor of the weight, added to the
-        gradient).
+      leaf: the leaf's arrays.
+      h: f32 scalars: the hyperparameters of the rule, optionally `gradient_scale` (a factor of the
+        gradient), and with a parameter `lr`, `decay` (the fraction of the weight to subtract) and
+        `l2` (a factor of the weight, added to the gradient).
       key: the uint32 key of this leaf's rounding in this step; a pair for one shard of a leaf.
       two_passes: whether to compute the new slots twice: for the groups' maxima, then for the
         codes. Otherwise XLA on a GPU stores the new slots in f32 in between, since it does not
         fuse a reduction with the consumers of its broadcast result; reading the codes twice moves
         fewer bytes. Measured: docs/results/gpu_speed.md.
     """
-    step, values = advance(rule, plan, g, p, state, h)
-    measured = None
+    layout = whole(plan)
+    step, values = advance(rule, plan, leaf, h)
+    measured = noise = bits = None
     if two_passes:
         measured = measure(plan, values)
-        noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.noisy else None
+        if plan.noisy:
+            noise = random.noise_bits(key, plan.shape, plan.group_size)
         # the barrier prevents XLA from eliminating the second pass as a common subexpression
-        g, p, state, measured, noise = lax.optimization_barrier((g, p, state, measured, noise))
-        step, values = advance(rule, plan, g, p, state, h)
-        bits = master_noise(plan, noise)
+        leaf, measured, noise = lax.optimization_barrier((leaf, measured, noise))
+        step, values = advance(rule, plan, leaf, h)
+        bits = master_noise(plan, noise, layout)
     else:
-        noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.stochastic else None
-        bits = None
-        if p is not None and plan.stochastic_master:
+        if plan.stochastic:
+            noise = random.noise_bits(key, plan.shape, plan.group_size)
+        if leaf.p is not None and plan.stochastic_master:
             bits = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
-    slots, scales = encode(plan, values, noise, measured=measured)
-    correction = state.correction
-    if p is not None:
-        step, correction = move(plan, p, step, correction, bits)
-    return emit(plan, p, step), LeafState(slots, scales, correction)
+    slots, scales = encode(plan, values, noise, layout, measured)
+    correction = leaf.state.correction
+    if leaf.p is not None:
+        step, correction = move(plan, leaf.p, step, correction, bits)
+    return Result(emit(plan, leaf.p, step), LeafState(slots, scales, correction))

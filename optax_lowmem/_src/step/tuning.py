@@ -1,16 +1,15 @@
 """Tile and launch sizes: the caller's, else those tuned for the device, else a heuristic."""
 
-import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
 import jax
 
+from optax_lowmem._src.core import context
 from optax_lowmem._src.core.groups import Tile
 
 
@@ -39,17 +38,6 @@ HEURISTIC_WIDE = Tuning(Tile(2048, 8))
 _LEAVES_OF_TRITON = 8  # a generated kernel has one copy of the step for all leaves
 # fits AdamW's operands in VMEM twice; the kernel reduces it for wider operands
 HEURISTIC_TPU = Tuning(Tile(1 << 19))
-_trial: ContextVar[Tuning | None] = ContextVar("trial", default=None)
-
-
-@contextlib.contextmanager
-def trying(tuned: Tuning | None) -> Iterator[None]:
-    """Use a tuning for steps traced inside this context that are given none, for a tuner."""
-    token = _trial.set(tuned)
-    try:
-        yield
-    finally:
-        _trial.reset(token)
 
 
 @functools.cache
@@ -87,7 +75,7 @@ def heuristic(backend: str, group_size: int) -> Tuning:
 
 
 def resolve(argument: Tuning | None, backend: str, slots: int, group_size: int) -> Tuning:
-    """Return the argument or that of `trying`, else the device's entry, else the heuristic.
+    """Return the argument or `context.stepping`'s, else the device's entry or the heuristic.
 
     Args:
       argument: the caller's choice, or None.
@@ -95,7 +83,7 @@ def resolve(argument: Tuning | None, backend: str, slots: int, group_size: int) 
       slots: number of elementwise slots of the optimizer.
       group_size: number of elements that share a scale.
     """
-    chosen = argument or _trial.get()
+    chosen = argument or context.step_arguments().tuning
     if chosen is not None:
         return chosen
     devices = _tuned().get(jax.local_devices()[0].device_kind, {})

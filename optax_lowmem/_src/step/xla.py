@@ -1,53 +1,258 @@
-"""The XLA path of the step, in the form that compiles best for the platform."""
+"""The XLA path of the step, in the form that compiles best for the platform.
 
-from collections.abc import Mapping
+XLA's CPU backend compiles one loop per output. It recomputes shared intermediates, or stores them
+in f32, and an `optimization_barrier` does not prevent this (jax 0.10). A call that must not be
+inlined does: the small outputs of a leaf (weight, correction, codes) are computed together in one
+call, packed into 32-bit words, and unpacked outside. The calls of equal leaves are the same
+computation, which XLA compiles once. Measured: docs/results/cpu_speed.md.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import xla_metadata
 
-from optax_lowmem._src.core import explicit
-from optax_lowmem._src.step import on_mesh, packed, reference
-from optax_lowmem._src.step.batch import LeafBatch, Stepped
-from optax_lowmem._src.step.plan import LeafState
+from optax_lowmem._src.codecs import GroupCodec
+from optax_lowmem._src.core import explicit, random
+from optax_lowmem._src.step import reference
+from optax_lowmem._src.step.batch import Leaf, LeafBatch, LeafState, Result
+from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
 
 # traced once per shape and plan: tracing it per leaf would dominate the tracing time
 plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan", "two_passes"))
 
 
-def step(rule: UpdateRule, batch: LeafBatch) -> list[Stepped]:
+def step(rule: UpdateRule, batch: LeafBatch) -> list[Result]:
     """Step each parameter; on Explicit axes the results keep its sharding."""
     # without the barrier XLA inlines these constants, and the steps of equal leaves differ
-    numbers = jax.lax.optimization_barrier(list(map(jnp.uint32, batch.numbers)))
-    return [_step(rule, batch, i, number) for i, number in enumerate(numbers)]
+    numbers = lax.optimization_barrier(list(map(jnp.uint32, batch.numbers)))
+    results = []
+    for i, number in enumerate(numbers):
+        leaf = batch.leaf(i)
+        like, treedef = jax.tree.flatten(leaf.result_like)
+        work = functools.partial(_step, rule, batch.plans[i].nameless, batch.numbers[i])
+        shardings = list(map(explicit.sharding_of, like))
+        arrays = explicit.left_to_xla(work, shardings, leaf, batch.h(i), batch.keys, number)
+        results.append(jax.tree.unflatten(treedef, arrays))
+    return results
 
 
-def _step(rule: UpdateRule, batch: LeafBatch, i: int, number: jax.Array) -> Stepped:
-    """Step one parameter.
+def _step(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    index: int,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    keys: jax.Array,
+    number: jax.Array,
+) -> list[jax.Array]:
+    """Step one parameter with `keys[index]`; `number` is the index as an array."""
+    platform = jax.default_backend()
+    if packs(plan, platform):
+        return jax.tree.leaves(packed_update(rule, plan, leaf, h, keys, number))
+    two_passes = platform == "gpu" and plan.grouped
+    return jax.tree.leaves(plain(rule, plan, leaf, h, keys[index], two_passes=two_passes))
 
-    Args:
-      rule: the optimizer's arithmetic.
-      batch: the parameters.
-      i: the index of the parameter.
-      number: `batch.numbers[i]`, as an array.
+
+# ---- on a CPU: small outputs in packed words -----------------------------------------------------
+
+_WEIGHT, _CORRECTION = "weight", "correction"
+Fields = tuple[tuple[str, jnp.dtype], ...]  # small outputs that share a 32-bit word
+
+
+def packs(plan: LeafPlan, platform: str) -> bool:
+    """Return whether `packed_update` steps a leaf, which packs weights with their corrections.
+
+    XLA fuses the elementwise work of a leaf without codes well.
     """
-    plan, arrays = batch.plans[i], (batch.gradients[i], batch.weights[i], batch.states[i])
-    like, results = jax.tree.flatten(on_mesh.result_like(*arrays))
+    return platform == "cpu" and plan.grouped and not plan.rounds
 
-    def step(
-        g: jax.Array,
-        p: jax.Array | None,
-        state: LeafState,
-        h: Mapping[str, jax.Array],
-        keys: jax.Array,
-        number: jax.Array,
-    ) -> list[jax.Array]:
-        arguments, platform = (rule, plan.nameless, g, p, state, h), jax.default_backend()
-        if packed.supported(plan, platform) is None:
-            return jax.tree.leaves(packed.fused_update_among(*arguments, keys, number))
-        two_passes = platform == "gpu" and plan.grouped
-        return jax.tree.leaves(plain(*arguments, keys[batch.numbers[i]], two_passes=two_passes))
 
-    shardings = list(map(explicit.sharding_of, like))
-    result = explicit.left_to_xla(step, shardings, *arrays, batch.h(i), batch.keys, number)
-    return jax.tree.unflatten(results, result)
+def _words(plan: LeafPlan, has_weight: bool) -> list[Fields]:
+    """Assign the small outputs of a leaf to 32-bit words, weight and correction first."""
+    fields: dict[str, Any] = {}
+    if has_weight and plan.split is not None:
+        fields = {_WEIGHT: jnp.dtype(jnp.uint16), _CORRECTION: plan.split.dtype}
+    fields |= {slot.name: slot.dtype for slot in plan.slots if slot.codec is not None}
+    words: list[Fields] = [()]
+    for field in fields.items():
+        if sum(dtype.itemsize for _, dtype in (*words[-1], field)) > 4:
+            words.append(())
+        words[-1] += (field,)
+    return words
+
+
+def opaque(function: Any) -> Any:
+    """Return a jitted function whose calls XLA neither inlines nor fuses across."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten(function(*args, **kwargs))
+        # on a value, since the context manager would also mark inner calls
+        leaves[0] = xla_metadata.set_xla_metadata(leaves[0], inlineable="false")
+        return jax.tree.unflatten(tree, leaves)
+
+    return call
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "plan"))
+def packed_update(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    keys: jax.Array,
+    number: jax.Array,
+) -> Result:
+    """Compute `reference.fused_update` with `keys[number]`, where keys are those of many leaves.
+
+    The number is an operand: as a constant it would prevent equal leaves from sharing a program.
+    """
+    if plan.direct:
+        result: Result = _finished(rule, plan, leaf, h, keys, number)
+        return result
+    # the rest of an update is computed outside the calls, where XLA fuses it with its consumer
+    return _outputs(rule, plan, leaf, h, *_computed(rule, plan, leaf, h, keys, number))
+
+
+@opaque
+@functools.partial(jax.jit, static_argnames=("rule", "plan"))
+def _finished(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    keys: jax.Array,
+    number: jax.Array,
+) -> Result:
+    return _outputs(rule, plan, leaf, h, *_computation(rule, plan, leaf, h, keys, number))
+
+
+# traced once for all outputs; its operations are inlined in each
+_advance = jax.jit(reference.advance, static_argnames=("rule", "plan"), inline=True)
+
+
+def _computation(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    keys: jax.Array,
+    number: jax.Array,
+) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+    """Return the packed words and the stored scales."""
+    measured = reference.measure(plan, _advance(rule, plan, leaf, h)[1])
+    divisors = {name: divisor for name, (_, divisor) in measured.items()}
+    noise = _noise(plan, keys, number) if plan.noisy else None
+    words = [
+        _word(rule, plan, fields, leaf, h, divisors, noise)
+        for fields in _words(plan, leaf.p is not None)
+    ]
+    return words, {name: scale for name, (scale, _) in measured.items()}
+
+
+_computed = jax.jit(_computation, static_argnames=("rule", "plan"))
+
+
+@opaque
+@functools.partial(jax.jit, static_argnames=("plan",))
+def _noise(plan: LeafPlan, keys: jax.Array, number: jax.Array) -> reference.Noise:
+    """Return `random.noise_bits` in a call, since XLA would recompute them per element."""
+    key = lax.dynamic_index_in_dim(keys, number, keepdims=False)
+    return random.noise_bits(key, plan.shape, plan.group_size)
+
+
+class _Unpacked(reference.Layout):
+    """The layout of a whole leaf, but with codes that are not yet packed in bytes."""
+
+    def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
+        """Return the codes."""
+        return codes
+
+
+@opaque
+@functools.partial(jax.jit, static_argnames=("rule", "plan", "fields"))
+def _word(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    fields: Fields,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    divisors: Mapping[str, jax.Array],
+    noise: reference.Noise | None,
+) -> jax.Array:
+    """Return a word of the small outputs; XLA drops the computation of the others."""
+    small = _small_outputs(rule, plan, leaf, h, divisors, noise)
+    if len(fields) == 1:
+        return small[fields[0][0]]
+    word, offset = jnp.uint32(0), 0
+    for name, dtype in fields:
+        width = 8 * dtype.itemsize
+        unsigned = lax.bitcast_convert_type(small[name], jnp.dtype(f"uint{width}"))
+        word = word | (unsigned.astype(jnp.uint32) << offset)
+        offset += width
+    return word
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "plan"), inline=True)
+def _small_outputs(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    divisors: Mapping[str, jax.Array],
+    noise: reference.Noise | None,
+) -> dict[str, jax.Array]:
+    """Return the codes, and the weight's bits and its correction, by name."""
+    step, values = _advance(rule, plan, leaf, h)
+    layout = _Unpacked(plan.group_size, plan.shape[-1])
+    measured: Any = {name: (None, divisor) for name, divisor in divisors.items()}
+    slots, _ = reference.encode(plan, values, noise, layout, measured)
+    small = {s.name: codes for s, codes in zip(plan.slots, slots, strict=True) if s.codec}
+    if leaf.p is not None and plan.split is not None:
+        bits = reference.master_noise(plan, noise, layout)
+        weight, correction = reference.move(plan, leaf.p, step, leaf.state.correction, bits)
+        assert correction is not None  # since the plan has a split
+        small[_CORRECTION] = correction
+        small[_WEIGHT] = lax.bitcast_convert_type(weight, jnp.uint16)
+    return small
+
+
+def _outputs(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    words: Sequence[jax.Array],
+    scales: Mapping[str, jax.Array],
+) -> Result:
+    """Return update and state from the packed words; f32 outputs are recomputed here."""
+    small: dict[str, jax.Array] = {}
+    for word, fields in zip(words, _words(plan, leaf.p is not None), strict=True):
+        offset = 0
+        for name, dtype in fields:
+            if len(fields) > 1:
+                part = (word >> offset).astype(jnp.dtype(f"uint{8 * dtype.itemsize}"))
+                small[name] = lax.bitcast_convert_type(part, dtype)
+                offset += 8 * dtype.itemsize
+            else:
+                small[name] = word
+    stored = tuple(scales[slot.name] for slot in plan.slots if slot.codec)
+    correction = small.get(_CORRECTION, leaf.state.correction)
+    plain = any(slot.codec is None for slot in plan.slots)
+    if plain or _WEIGHT not in small:
+        moved, values = _advance(rule, plan, leaf, h)
+    if leaf.p is not None and _WEIGHT in small:
+        moved = lax.bitcast_convert_type(small[_WEIGHT], leaf.p.dtype)
+    elif leaf.p is not None:
+        moved, correction = reference.move(plan, leaf.p, moved, correction)
+    slots = tuple(
+        s.codec.pack(small[s.name]) if s.codec else values[s.name].astype(s.dtype)
+        for s in plan.slots
+    )
+    return Result(reference.emit(plan, leaf.p, moved), LeafState(slots, stored, correction))

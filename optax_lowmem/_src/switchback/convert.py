@@ -51,36 +51,33 @@ def convert(model: nnx.Module | linen.Module, where: Where = "*", to: To | None 
       'SwitchBackLinear'
     """
     to = switchback_dot_general() if to is None else to
-    chosen = _chooser(where)
+    chosen: Chooser
+    if callable(where):
+        chosen = where
+    else:
+        part = isinstance(where, str) and where in PARTS
+        chosen = _Where(where if part else (where,) if isinstance(where, str) else tuple(where))
     if isinstance(model, nnx.Module):
         return _convert_nnx(model, chosen, to)
     if isinstance(model, linen.Module):
-        return _convert_linen(model, chosen, to)
+        _check(to, linen.Dense)
+        names = [f.name for f in dataclasses.fields(model) if f.init]
+        fields = {n: getattr(model, n) for n in names if n not in ("parent", "name")}
+        base: Any = type(model)
+        return _converted(base, chosen, to)(**fields)
     raise TypeError(f"convert takes a Flax module (NNX or Linen), got {type(model).__name__}")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Patterns:
-    patterns: tuple[str, ...]
+class _Where:
+    """Select layers by patterns of their paths, or by the name of a part of a transformer."""
+
+    where: Any  # the name of a part, or patterns
 
     def __call__(self, path: str, layer: object) -> bool:
-        return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.patterns)
-
-
-def _chooser(where: Where) -> Chooser:
-    if callable(where):
-        return where
-    if isinstance(where, str) and where in PARTS:
-        return _Part(where)
-    return _Patterns((where,) if isinstance(where, str) else tuple(where))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    name: str
-
-    def __call__(self, path: str, layer: object) -> bool:
-        return chooser(self.name)(f"{path}/kernel", None)
+        if isinstance(self.where, str):
+            return chooser(self.where)(f"{path}/kernel", None)
+        return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.where)
 
 
 def _nothing(paths: Iterable[str]) -> ValueError:
@@ -94,9 +91,9 @@ def _class_of(to: To) -> Any:
 
 def _check(to: To, kind: type) -> None:
     """Raise unless `to` is a subclass of `kind` or a dot_general."""
-    made = _class_of(to)
-    other = isinstance(made, type) and not issubclass(made, kind)
-    if not callable(to) or other or isinstance(made, nnx.Module | linen.Module):
+    cls = _class_of(to)
+    other = isinstance(cls, type) and not issubclass(cls, kind)
+    if not callable(to) or other or isinstance(cls, nnx.Module | linen.Module):
         raise TypeError(
             f"for this model `to` must be a subclass of {kind.__module__}.{kind.__name__} or a "
             f"dot_general, got {to!r}"
@@ -113,8 +110,8 @@ _COMPUTING = ("dtype", "precision", "promote_dtype", "preferred_element_type")
 
 def _given(layer: object, names: Iterable[str], to: To) -> dict[str, Any]:
     """Return a layer's arguments for its replacement, except those that a partial overrides."""
-    said = to.keywords if isinstance(to, functools.partial) else ()
-    free = [name for name in _COMPUTING if name in said]
+    overridden = to.keywords if isinstance(to, functools.partial) else ()
+    free = [name for name in _COMPUTING if name in overridden]
     return {name: getattr(layer, name) for name in names if name not in free}
 
 
@@ -156,11 +153,11 @@ def _become(path: str, layer: Any, to: To) -> None:
     """Change a layer's class in place, so that every reference to the layer sees the change."""
     size, given = (layer.in_features, layer.out_features), _given(layer, _OF_LINEAR, to)
     like = nnx.eval_shape(lambda: to(*size, rngs=nnx.Rngs(0), **given))
-    own = {name for name, value in vars(like).items() if isinstance(value, nnx.Variable)}
-    own -= set(getattr(type(like), "added", ()))
-    if own - vars(layer).keys():
+    variables = {name for name, value in vars(like).items() if isinstance(value, nnx.Variable)}
+    variables -= set(getattr(type(like), "added", ()))
+    if variables - vars(layer).keys():
         raise TypeError(
-            f"'{path}' has no {', '.join(own - vars(layer).keys())}: initialise {to} anew."
+            f"'{path}' has no {', '.join(variables - vars(layer).keys())}: initialise {to} anew."
         )
     if type(layer).__call__ is nnx.Linear.__call__:
         layer.__class__ = type(like)
@@ -176,17 +173,7 @@ def _become(path: str, layer: Any, to: To) -> None:
 # ---- Linen ---------------------------------------------------------------------------------------
 
 
-def _convert_linen(model: linen.Module, chosen: Chooser, to: To) -> linen.Module:
-    _check(to, linen.Dense)
-    base: Any = type(model)
-    fields = {
-        field.name: getattr(model, field.name)
-        for field in dataclasses.fields(model)
-        if field.init and field.name not in ("parent", "name")
-    }
-    return _converted(base, chosen, to)(**fields)
-
-
+# Flax constructs the modules inside a converted one: only this tells them that it is running
 _running: contextvars.ContextVar[tuple[type, ...]] = contextvars.ContextVar("running", default=())
 
 
@@ -217,7 +204,7 @@ def _converted(base: type[linen.Module], chosen: Chooser, to: To) -> Any:
                     return call(*given, **named)
                 return _call_as(path, layer, to, call)(*given, **named)
 
-            token = _running.set((*_running.get(), made))
+            token = _running.set((*_running.get(), converted))
             try:
                 with linen.intercept_methods(intercept):
                     result = method(self, *args, **kwargs)
@@ -231,17 +218,17 @@ def _converted(base: type[linen.Module], chosen: Chooser, to: To) -> Any:
 
     def checked(self: linen.Module) -> None:
         base.__post_init__(self)
-        if self.parent is not None and made not in _running.get():
+        if self.parent is not None and converted not in _running.get():
             raise TypeError(
                 f"a converted {base.__name__} has `init` and `apply` only, and no `bind`. To use "
                 "it inside another module, convert the outer module."
             )
 
     methods = {name: intercepted(getattr(base, name)) for name in ("init_with_output", "apply")}
-    made = type(
+    converted = type(
         base.__name__, (base,), methods | {"__post_init__": checked, "__module__": base.__module__}
     )
-    return made
+    return converted
 
 
 _TAKEN = "_optax_lowmem_taken"  # attribute that marks a replaced layer

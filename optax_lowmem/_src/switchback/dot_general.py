@@ -4,19 +4,18 @@ import dataclasses
 import functools
 import math
 import string
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.quantized_matmul import E4M3, E5M2, INT8, Format
 from optax_lowmem._src.switchback.choice import IMPLEMENTATIONS, Choice, choose
 from optax_lowmem._src.switchback.products import VARIANTS, ProductSettings, Variant, matmul
 
-T = TypeVar("T")
 DotGeneral = Callable[..., jax.Array]
 # name -> formats of (activations and weights, gradients)
 FORMATS: dict[str, tuple[Format, Format]] = {
@@ -89,23 +88,22 @@ def switchback_dot_general(
       >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 8)))[0].shape
       (2, 3)
     """
-    formats = tuple(_choice("format", format, FORMATS))
-    if scaling not in SCALINGS:
-        raise ValueError(f"scaling must be one of {SCALINGS}, got {scaling!r}")
+    check_choice("format", format, FORMATS)
+    check_choice("scaling", scaling, SCALINGS)
+    check_choice("variant", variant, (STANDARD, *VARIANTS))
+    formats = FORMATS[format]
     if scaling == "unit":
         if format == "int8":
             raise ValueError("scaling='unit' needs float8: int8 has only -1, 0 and 1 in [-1, 1]")
-        formats = tuple(one.at_unit() for one in formats)
-    variants: dict[str, Variant | None] = {STANDARD: None, **VARIANTS}
-    result = _choice("variant", variant, variants)
+        formats = formats[0].at_unit(), formats[1].at_unit()
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}; "
             'for the standard products use variant="standard"'
         )
-    if result is None:
+    if variant == STANDARD:
         return lax.dot_general
-    return _DotGeneral(result, formats[0], formats[1], implementation)
+    return _DotGeneral(VARIANTS[variant], *formats, implementation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +149,8 @@ class _DotGeneral:
                 lhs, rhs, dimension_numbers, precision, preferred_element_type,
                 out_sharding=out_sharding,
             )  # fmt: skip
-        own = (self.variant, self.forward, self.gradient)
-        settings = ProductSettings(*own, precision, result, out_sharding)
+        how = (self.variant, self.forward, self.gradient)
+        settings = ProductSettings(*how, precision, result, out_sharding)
         return _as_matrices(settings, lhs, rhs, dimension_numbers)
 
 
@@ -194,12 +192,6 @@ def _as_matrices(
 
 def _others(x: jax.Array, axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis in range(x.ndim) if axis not in axes)
-
-
-def _choice(name: str, value: str, table: Mapping[str, T]) -> T:
-    if value not in table:
-        raise ValueError(f"{name} must be one of {', '.join(table)}, got {value!r}")
-    return table[value]
 
 
 # ---- einsum --------------------------------------------------------------------------------------
@@ -266,15 +258,15 @@ class Einsum:
             )
         batch = [c for c in left if c in right and c in out]
         summed = [c for c in left if c in right and c not in out]
-        for own in (left, right):
-            alone = set(own) - set(out) - set(summed)
-            if alone or len(set(own)) < len(own):
+        for term in (left, right):
+            alone = set(term) - set(out) - set(summed)
+            if alone or len(set(term)) < len(term):
                 raise ValueError(
                     f"'{subscripts}' is not a single product: a letter may not be twice in an "
                     "operand, nor be summed over in one operand alone."
                 )
         numbers = tuple(
-            tuple(tuple(own.index(c) for c in letters) for own in (left, right))
+            tuple(tuple(term.index(c) for c in letters) for term in (left, right))
             for letters in (summed, batch)
         )
         y = self.dot_general(
@@ -296,8 +288,8 @@ def _terms(subscripts: str, *ranks: int) -> tuple[str, ...]:
     wide = max(rank - count for rank, count in zip(ranks, written, strict=True))
     dots = "".join(spare[:wide])
     for i, (term, rank, count) in enumerate(zip(terms, ranks, written, strict=True)):
-        own = rank - count
-        if own < 0 or (own and "..." not in term):
+        hidden = rank - count
+        if hidden < 0 or (hidden and "..." not in term):
             raise ValueError(f"'{term}' in '{subscripts}' does not fit an array of rank {rank}")
-        terms[i] = term.replace("...", dots[wide - own :])
+        terms[i] = term.replace("...", dots[wide - hidden :])
     return terms[0], terms[1], out.replace("...", dots)

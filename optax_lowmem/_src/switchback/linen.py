@@ -36,10 +36,7 @@ class SwitchBackDense(nn.Dense):
     def __post_init__(self) -> None:
         if self.dot_general is None and self.dot_general_cls is None:
             self.dot_general = switchback_dot_general(
-                self.variant,
-                self.format,
-                scaling=self.scaling,
-                implementation=self.implementation,
+                self.variant, self.format, scaling=self.scaling, implementation=self.implementation
             )
         super().__post_init__()
 

@@ -5,7 +5,6 @@ dW = X^T G. The paper writes W^T for W.
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.core import explicit, varying
+from optax_lowmem._src.core import derivative, explicit, varying
 from optax_lowmem._src.quantized_matmul import (
     Format,
     Quantized,
@@ -85,11 +84,7 @@ def _refuse(settings: ProductSettings, primals: object, tangents: object) -> Any
     )
 
 
-def _differentiated_once(products: Callable[..., Any]) -> Callable[..., Any]:
-    """Make products raise if differentiated, since the result would be 0 or lack a term."""
-    once = jax.custom_jvp(products, nondiff_argnums=(0,))
-    once.defjvp(_refuse)
-    return once
+_once = partial(derivative.first_order_only, refuse=_refuse)
 
 
 def matmul(settings: ProductSettings, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -112,7 +107,7 @@ def _forward(settings: ProductSettings, x: jax.Array, w: jax.Array) -> tuple[jax
     return y, (codes if settings.variant.saves_codes else x, w)
 
 
-@_differentiated_once
+@_once
 def _output(settings: ProductSettings, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Quantized]:
     per, last = settings.variant.forward, x.ndim - 1
     codes = _operand(x, per[0], settings.forward, (last,))
@@ -122,14 +117,7 @@ def _output(settings: ProductSettings, x: jax.Array, w: jax.Array) -> tuple[jax.
     return y, codes
 
 
-def _backward(
-    settings: ProductSettings, saved: tuple[jax.Array | Quantized, jax.Array], g: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, w = saved
-    return _gradients(settings, x, w, g)
-
-
-@_differentiated_once
+@_once
 def _gradients(
     settings: ProductSettings, x: jax.Array | Quantized, w: jax.Array, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -152,4 +140,4 @@ def _gradients(
     return dx, multiply(codes, gradients, last, w.dtype, transposed=True, sharding=of_w)
 
 
-_matmul.defvjp(_forward, _backward)
+_matmul.defvjp(_forward, lambda settings, saved, g: _gradients(settings, *saved, g))

@@ -1,7 +1,8 @@
 """Gradient accumulation at 2 bytes per parameter, or without a buffer."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +12,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import context, explicit, numerics, random, trees, varying
+from optax_lowmem._src.core.compiled import is_eager
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
-from optax_lowmem._src.step.rule import UpdateRule
 
 _BOOL = jax.ShapeDtypeStruct((), jnp.bool_)
 
@@ -110,22 +111,30 @@ class _Buffered:
         trees.match("gradient", updates, state.accumulated)
         means = _means(updates, state.accumulated, self.every)
 
+        # the same function object in each call, so that `jax.eval_shape` traces it once
+        update = functools.partial(self.inner.update, **extra) if extra else self.inner.update
+
         def step() -> tuple[optax.Updates, optax.OptState, optax.Updates]:
-            new, inner = self.inner.update(means, state.inner_state, params, **extra)
+            new, inner = update(means, state.inner_state, params)
             inner = trees.keep_dtypes(state.inner_state, inner)
             empty = jax.tree.map(jnp.zeros_like, state.accumulated)
-            return new, inner, explicit.laid_like(empty, state.accumulated)
+            return new, inner, explicit.reshard_like(empty, state.accumulated)
 
         def wait() -> tuple[optax.Updates, optax.OptState, optax.Updates]:
-            shapes = jax.eval_shape(step)[0]
+            shapes, _ = jax.eval_shape(update, means, state.inner_state, params)
             nothing = jax.tree.map(
                 lambda s: varying.over(jnp.zeros(s.shape, s.dtype), varying.axes_of(s)), shapes
             )
-            nothing = explicit.laid_like(nothing, shapes)
+            nothing = explicit.reshard_like(nothing, shapes)
             return nothing, state.inner_state, _rounded(means, state.seed, state.count)
 
-        last, micro_step, count = _counted(state.micro_step, state.count, self.every)
-        new, inner, buffer = lax.cond(last, step, wait)
+        last = state.micro_step == self.every - 1
+        if is_eager([last]):  # `lax.cond` would trace and compile its branches in each call
+            new, inner, buffer = step() if last else wait()
+        else:
+            new, inner, buffer = lax.cond(last, step, wait)
+        micro_step = jnp.where(last, 0, state.micro_step + 1)
+        count = optax.safe_increment(state.count)
         return new, AccumulationState(micro_step, count, state.seed, buffer, inner)
 
 
@@ -151,11 +160,16 @@ class _Direct:
     ) -> tuple[optax.Updates, AccumulationState]:
         del extra
         trees.check_state(state, AccumulationState)
-        given = self.engine.hyperparameters(state.inner_state.count)
-        counts = state.micro_step, state.count, state.inner_state.count
-        h, micro_step, count, steps = _micro_batch(self.engine.rule, given, self.every, *counts)
-        new, inner = self.engine.run(updates, state.inner_state, params, h, count)
-        inner = inner._replace(count=steps)
+        steps = state.inner_state.count
+        first, last = state.micro_step == 0, state.micro_step == self.every - 1
+        given = self.engine.hyperparameters(steps)
+        h = dict(self.engine.rule.accumulating(given, first, self.every))
+        # only the last micro-batch changes the weights, and counts as a step
+        h |= {name: jnp.where(last, h[name], 0) for name in ("lr", "decay") if name in h}
+        micro_step = jnp.where(last, 0, state.micro_step + 1)
+        count = optax.safe_increment(state.count)
+        new, inner = self.engine.run(updates, state.inner_state, params, h=h, count=count)
+        inner = inner._replace(count=jnp.where(last, optax.safe_increment(steps), steps))
         return new, AccumulationState(micro_step, count, state.seed, None, inner)
 
 
@@ -239,11 +253,16 @@ def value_and_grad(
 
         if micro_batches == 1:
             return of_one(params, batch)
+        dtype = jax.dtypes.result_type(seed)
+        if not jnp.issubdtype(dtype, jnp.integer) or jnp.ndim(seed):
+            raise TypeError(
+                f"the seed of the rounding must be an integer, such as the step number, got {dtype}"
+                f"{list(jnp.shape(seed))}: keys of jax.random are not accepted"
+            )
         parts = jax.tree.unflatten(
             jax.tree.structure(batch),
             [_parts(path, leaf, micro_batches) for path, leaf in trees.named_leaves(batch)],
         )
-        _check_seed(seed)
         # mixed, so that keys differ from the optimizer's, which are hashed from (seed, step)
         own = random.mix(jnp.asarray(seed).astype(jnp.uint32))
 
@@ -258,22 +277,17 @@ def value_and_grad(
 
         value, gradient = jax.eval_shape(of_one, params, jax.tree.map(lambda x: x[0], parts))
         total = varying.over(jnp.zeros((), jnp.float32), varying.axes_of(value))
-        mean = jax.tree.map(_empty_mean, params, gradient)
+        # with the sharding of the parameters; it varies over the mesh axes of the gradients
+        mean = jax.tree.map(
+            lambda p, g: varying.over(jnp.zeros_like(p, dtype=jnp.bfloat16), varying.axes_of(g)),
+            params,
+            gradient,
+        )
         indices = jnp.arange(micro_batches, dtype=jnp.int32)
         (total, mean), _ = lax.scan(body, (total, mean), (indices, parts))
         return total / micro_batches, mean
 
     return of_batch
-
-
-def _check_seed(seed: ArrayLike) -> None:
-    """Raise for a seed that is not an integer scalar."""
-    dtype = jax.dtypes.result_type(seed)
-    if not jnp.issubdtype(dtype, jnp.integer) or jnp.ndim(seed):
-        raise TypeError(
-            f"the seed of the rounding must be an integer, such as the step number, got {dtype}"
-            f"{list(jnp.shape(seed))}: keys of jax.random are not accepted"
-        )
 
 
 def _parts(path: str, rows: jax.Array, number: int) -> jax.Array:
@@ -286,45 +300,12 @@ def _parts(path: str, rows: jax.Array, number: int) -> jax.Array:
     return jnp.moveaxis(rows.reshape(-1, number, *rows.shape[1:]), 1, 0)
 
 
-def _empty_mean(param: jax.Array, gradient: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return zeros with the parameter's sharding that vary over its gradient's mesh axes."""
-    return varying.over(jnp.zeros_like(param, dtype=jnp.bfloat16), varying.axes_of(gradient))
-
-
 def _means(gradients: optax.Updates, means: Tree, every: int) -> Any:
     """Add each gradient's share to its running mean, in f32; return a tree like the gradients."""
     share = jnp.float32(1 / every)
     rows = zip(jax.tree.leaves(gradients), jax.tree.leaves(means), strict=True)
     added = [numerics.widen(a) + share * numerics.widen(g) for g, a in rows]
     return jax.tree.unflatten(jax.tree.structure(gradients), added)
-
-
-def _counted(
-    micro_step: jax.Array, count: jax.Array, every: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return whether this micro-batch is the last, and both counts after it."""
-    last = micro_step == every - 1
-    return last, jnp.where(last, 0, micro_step + 1), optax.safe_increment(count)
-
-
-def _micro_batch(
-    rule: UpdateRule,
-    h: Mapping[str, jax.Array],
-    every: int,
-    micro_step: jax.Array,
-    count: jax.Array,
-    steps: jax.Array,
-) -> tuple[dict[str, jax.Array], jax.Array, jax.Array, jax.Array]:
-    """Return a micro-batch's hyperparameters, then micro-step, count and steps after it.
-
-    Only the last micro-batch changes the weights and counts as a step.
-    """
-    first, last = micro_step == 0, micro_step == every - 1
-    own = dict(rule.accumulating(h, first, every))
-    own |= {name: jnp.where(last, own[name], 0) for name in ("lr", "decay") if name in own}
-    micro_step = jnp.where(last, 0, micro_step + 1)
-    steps = jnp.where(last, optax.safe_increment(steps), steps)
-    return own, micro_step, optax.safe_increment(count), steps
 
 
 def _rounded(means: Tree, seed: jax.Array, count: jax.Array) -> Tree:

@@ -132,14 +132,14 @@ def step(
             f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
         )
     places = None if specs is None else placements(params, specs, mesh)
-    with context.implementing(implementation), context.placing(places):
+    with context.stepping(implementation=implementation, placements=places):
         try:
-            return _step_any(tx, grads, state, params, None, extra)
+            return _step(tx, grads, state, params, None, extra)
         except TypeError as error:
             if not _has_unlike_branches(error):
                 raise
         try:  # with f32 gradients, zeros like the gradients match the f32 updates
-            return _step_any(tx, _widened(grads), state, params, None, extra)
+            return _step(tx, _widened(grads), state, params, None, extra)
         except TypeError as error:
             if _has_unlike_branches(error):
                 error.add_note(_UNLIKE_BRANCHES)
@@ -162,8 +162,6 @@ def _run(
     Clipping by the global norm right before one of our optimizers becomes a factor by which the
     optimizer multiplies the gradient, which avoids a scaled f32 copy.
     """
-    if not links:
-        return updates, state
     *before, final = links
     if not isinstance(state, (tuple, list)) or len(state) != len(links):
         parts = f" of {len(state)}" if isinstance(state, (tuple, list)) else ""
@@ -207,7 +205,7 @@ def _update_last(
     return optax.with_extra_args_support(tx).update(updates, state, params, **extra)
 
 
-def _step_last(
+def _step(
     tx: optax.GradientTransformation,
     updates: optax.Updates,
     state: optax.OptState,
@@ -215,31 +213,21 @@ def _step_last(
     factor: jax.Array | None,
     extra: Mapping[str, Any],
 ) -> tuple[optax.Params, optax.OptState]:
+    """Step a transformation, or the links of a chain, by new parameters where it returns them."""
+    if isinstance(tx, Chain):
+        return _run(tx.links, updates, state, params, _step, extra)
     if isinstance(tx, EngineTransformation) and tx.engine.weights and params is not None:
-        return tx.engine.step(updates, state, params, factor)
+        return tx.engine.run(updates, state, params, gradient_scale=factor, direct=True)
     if isinstance(tx, Sampler):
 
         def take(
             gradients: optax.Updates, inner_state: optax.OptState, weights: optax.Params
         ) -> tuple[optax.Params, optax.OptState]:
-            return _step_any(tx.work.inner, gradients, inner_state, weights, factor, extra)
+            return _step(tx.work.inner, gradients, inner_state, weights, factor, extra)
 
         return tx.work.advance(updates, state, params, take, factor)
     updates, state = _update_last(tx, updates, state, params, factor, extra)
     return optax.apply_updates(params, updates), state
-
-
-def _step_any(
-    tx: optax.GradientTransformation,
-    updates: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params,
-    factor: jax.Array | None,
-    extra: Mapping[str, Any],
-) -> tuple[optax.Params, optax.OptState]:
-    if isinstance(tx, Chain) and tx.links:
-        return _run(tx.links, updates, state, params, _step_last, extra)
-    return _step_last(tx, updates, state, params, factor, extra)
 
 
 _UNLIKE_BRANCHES = (

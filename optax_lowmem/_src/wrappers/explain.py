@@ -18,7 +18,6 @@ from optax_lowmem._src.core.clean_weights import FIELD
 from optax_lowmem._src.core.placement import placement
 from optax_lowmem._src.core.policy import unmatched_patterns
 from optax_lowmem._src.core.typing import Shaped
-from optax_lowmem._src.wrappers.start import start
 
 # ---- corrections that are stale, since the updates were changed after the split ------------------
 
@@ -30,16 +29,6 @@ _SELECTING = ("MultiStepsState", "ApplyIfFiniteState")  # these updates, or zero
 _INSIDE = (
     "split_master_weights(wrapper(flash_adamw(..., storage=Storage(master_weight_bits=None))))"
 )
-
-
-def may_be_stale(state: optax.OptState) -> bool:
-    """Return whether, judging by the state's structure, updates may change after a split."""
-    return _wrapped(state, (*_PASSING, *_SELECTING), ours=True)
-
-
-def _followed(state: optax.OptState) -> bool:
-    """Return whether links of a chain follow a split, without a selecting wrapper around it."""
-    return _wrapped(state, _PASSING, ours=False, otherwise=False)
 
 
 def _wrapped(node: object, known: tuple[str, ...], ours: bool, otherwise: bool = True) -> bool:
@@ -71,12 +60,10 @@ def _in_some_steps(node: object) -> bool:
     parts = list(_parts(node))
     split = next(index for index, part in enumerate(parts) if _has_split(part))
     after = parts[split + 1 :] if _is_chain(node) else []
-    return any(map(_has_condition, after)) or any(map(_in_some_steps, parts))
-
-
-def _has_condition(node: object) -> bool:
     conditions = "ConditionallyTransformState", "ConditionallyMaskState"
-    return trees.holds(node, lambda inner: type(inner).__name__ in conditions)
+    return trees.holds(after, lambda inner: type(inner).__name__ in conditions) or any(
+        map(_in_some_steps, parts)
+    )
 
 
 def _is_split(node: object) -> bool:
@@ -97,16 +84,27 @@ def _parts(node: object) -> Iterator[Any]:
     yield from jax.tree.leaves(node, is_leaf=lambda inner: inner is not node)
 
 
-def stale_corrections(tx: optax.GradientTransformation, params: optax.Params) -> list[str]:
-    """Return warnings for leaves whose update was changed after the split, found in a trial step.
+def stale_corrections(
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    state: optax.OptState,
+    decisions: list[context.Decision],
+) -> list[str]:
+    """Return warnings for leaves whose update is changed after the split, found in a trial step.
 
     A split emits updates to weights with a correction, or rounded stochastically; the final updates
-    of the step must be equal to these.
+    of the step must be equal to these. No step is tried if there are no such weights, or if the
+    structure of the state shows that nothing changes their updates.
 
     Args:
       tx: any optax transformation.
       params: the stored weights, or their `jax.eval_shape`.
+      state: the state of `tx`, or its `jax.eval_shape`.
+      decisions: those of a `context.dry_run`.
     """
+    split = any(d.slot in ("correction", FIELD) and (d.form or d.stochastic) for d in decisions)
+    if not split or not _wrapped(state, (*_PASSING, *_SELECTING), ours=True):
+        return []
     for side in _PROBE_SIDES:
         try:
             with jax.ensure_compile_time_eval():
@@ -118,20 +116,20 @@ def stale_corrections(tx: optax.GradientTransformation, params: optax.Params) ->
         return [f"could not try a step to look for stale corrections: {failed}"]
     if not changed:
         return []
-    _, decisions = context.dry_run(tx, params)
     rounded = {d.path for d in decisions if d.slot == "correction" and not d.form}
     results = []
     if of_split := [path for path in changed if path not in rounded]:
         results.append(
-            f"the updates of {_few(of_split)} are changed after the split of their master weights, "
-            "which makes the corrections stale. Put the transformation that changes them inside: "
+            f"the updates of {trees.some_of(of_split)} are changed after the split of their "
+            "master weights, which makes the corrections stale. Put the transformation that "
+            "changes them inside: "
             f"{_INSIDE}."
         )
     if of_rounded := [path for path in changed if path in rounded]:
         results.append(
-            f"the updates of {_few(of_rounded)} are changed after their 16-bit weights were "
-            "rounded stochastically: the changes are rounded to nearest, and steps under half an "
-            "ulp of a weight are lost. Put the transformation that changes them before the "
+            f"the updates of {trees.some_of(of_rounded)} are changed after their 16-bit weights "
+            "were rounded stochastically: the changes are rounded to nearest, and steps under half "
+            "an ulp of a weight are lost. Put the transformation that changes them before the "
             f"optimizer, or inside a split: {_INSIDE}."
         )
     return results
@@ -162,20 +160,16 @@ def rounded_distances(state: optax.OptState) -> list[str]:
     ]
 
 
-def _few(paths: list[str]) -> str:
-    return ", ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
-
-
 def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) -> list[str]:
     rng = np.random.default_rng(0)
 
     def small(leaf: Shaped) -> jax.Array:
         shape = tuple(_shortened(side, most) for side in leaf.shape)
-        dtype = jnp.float32 if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
-        return jnp.asarray(rng.normal(size=shape)).astype(dtype)
+        return jnp.asarray(rng.normal(size=shape)).astype(leaf.dtype)
 
-    dtypes = {path: leaf.dtype for path, leaf in trees.named_leaves(params)}
-    weights, state = start(tx, jax.tree.map(small, params), lambda path, leaf: dtypes[path])
+    weights = jax.tree.map(small, params)
+    with context.recording():  # without the warnings of a user's `init`
+        state = tx.init(weights)
     fast = weights.fast if isinstance(weights, optax.LookaheadParams) else weights
     grads = jax.tree.map(lambda w: jnp.full(w.shape, 0.5, jnp.float32), fast)
     with context.emitting() as emitted:
@@ -183,7 +177,8 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
         with jax.disable_jit():
             final = _updates(tx, grads, state, weights, fast)
     # values may be equal by chance (a schedule that starts at 1): in a chain, compare identity
-    untouched, in_some_steps = _followed(state), _in_some_steps(state)
+    untouched = _wrapped(state, _PASSING, ours=False, otherwise=False)
+    in_some_steps = _in_some_steps(state)
 
     def differs(update: jax.Array, own: jax.Array) -> bool:
         if in_some_steps or untouched and update is not own:
@@ -305,9 +300,8 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
     with context.noting_policies() as policies:
         state, result = context.dry_run(tx, params)
     decisions = [d for d in result if d.slot != "step"]
-    lands = any(d.slot in ("correction", FIELD) and (d.form or d.stochastic) for d in decisions)
     warnings = unmatched_patterns(policies, params)
-    warnings += stale_corrections(tx, params) if lands and may_be_stale(state) else []
+    warnings += stale_corrections(tx, params, state, decisions)
     warnings += rounded_distances(state)
     settled = {d.path for d in decisions if d.slot == "correction"}
     decisions += [

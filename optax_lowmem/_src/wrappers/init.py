@@ -1,15 +1,21 @@
 """`lowmem.init`: 16-bit weights and their optimizer state."""
 
 import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, cast
 
+import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
-from optax_lowmem._src.core import context
+from optax_lowmem._src.codecs import MasterSplit, master_split
+from optax_lowmem._src.core import context, trees
+from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.policy import unmatched_patterns
 from optax_lowmem._src.wrappers import explain
-from optax_lowmem._src.wrappers.start import WeightDtype, start
+
+WeightDtype: TypeAlias = DTypeLike | Callable[[str, Any], DTypeLike]
 
 
 def init(
@@ -53,11 +59,112 @@ def init(
       >>> float(weights["w"][0, 0]), float(lowmem.master_params(weights, state)["w"][0, 0])
       (0.10009765625, 0.10000038146972656)
     """
+    trees.check_transformation(tx, "pass (tx, params), in this order.", params)
+    leaves, treedef = dict(trees.named_leaves(params)), jax.tree.structure(params)
+    dtypes = {path: _weight_dtype(dtype, path, leaf) for path, leaf in leaves.items()}
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, dtypes[path]) for path, leaf in leaves.items()]
     with context.noting_policies() as policies:
-        weights, state = start(tx, params, dtype, seed, allow_rounding)
-    for warning in unmatched_patterns(policies, params):
+        _, decisions = context.dry_run(tx, jax.tree.unflatten(treedef, shapes))
+        splits = _splits(decisions, dtypes)
+        if not allow_rounding:
+            _check_rounding(leaves, dtypes, decisions)
+        changed = {
+            path: (splits.get(path), leaf, dtypes[path])
+            for path, leaf in leaves.items()
+            if path in splits or leaf.dtype != dtypes[path]
+        }
+        stored = dict(zip(changed, _stored(list(changed.values())), strict=True))
+        corrections = {path: c for path, (_, c) in stored.items() if c is not None}
+        masters = context.Masters(corrections, seed=seed, originals=leaves)
+        weights = [stored[path][0] if path in stored else leaf for path, leaf in leaves.items()]
+        with context.providing(masters):
+            state = tx.init(jax.tree.unflatten(treedef, weights))
+    # weights to which an optimizer has added noise
+    weights = [masters.sampled.get(path, w) for path, w in zip(leaves, weights, strict=True)]
+    params = jax.tree.unflatten(treedef, weights)
+    for warning in (
+        *unmatched_patterns(policies, params),
+        *explain.stale_corrections(tx, params, state, decisions),
+        *explain.rounded_distances(state),
+    ):
         warnings.warn(warning, stacklevel=2)
-    stale = explain.stale_corrections(tx, weights) if explain.may_be_stale(state) else []
-    for warning in [*stale, *explain.rounded_distances(state)]:
-        warnings.warn(warning, stacklevel=2)
-    return weights, state
+    return params, state
+
+
+def _weight_dtype(dtype: WeightDtype, path: str, leaf: object) -> jnp.dtype:
+    """Return the dtype in which a leaf is stored.
+
+    A leaf that is not a float keeps its dtype; an optimizer that has to step it raises an error.
+    """
+    if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf.dtype
+    trees.check_param(path, leaf)
+    if callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype"):
+        dtype = dtype(path, leaf)
+    try:
+        chosen = jnp.dtype(cast(Any, dtype)) if dtype is not None else None  # dtype(None) is f64
+    except TypeError:
+        chosen = dtype
+    if chosen not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(
+            f"dtype of parameter '{path}': weights must be stored in 'bfloat16', 'float16' or "
+            f"'float32', not {str(chosen)!r}"
+        )
+    return chosen
+
+
+def _splits(
+    decisions: list[context.Decision], dtypes: Mapping[str, jnp.dtype]
+) -> dict[str, MasterSplit]:
+    """Return the split of each leaf whose master weight is split."""
+    splits = {}
+    for decision in decisions:
+        if decision.slot != "correction" or not decision.form:
+            continue
+        if decision.path not in dtypes:
+            raise ValueError(
+                f"the master weight of '{decision.path}' is split inside a wrapper such as "
+                "optax.lookahead, whose leaves have other names "
+                f"({', '.join(list(dtypes)[:3])} ...): put split_master_weights around the "
+                "wrapper, and storage=Storage(master_weight_bits=None) inside."
+            )
+        scheme, bits = decision.form.split("-")
+        splits[decision.path] = master_split(dtypes[decision.path], int(bits), scheme)
+    return splits
+
+
+def _check_rounding(
+    leaves: Mapping[str, jax.Array],
+    dtypes: Mapping[str, jnp.dtype],
+    decisions: list[context.Decision],
+) -> None:
+    """Raise if an f32 leaf would be rounded to 16 bits and no optimizer decided on its split."""
+    decided = {d.path for d in decisions if d.slot == "correction"}
+    lost = [
+        path
+        for path, leaf in leaves.items()
+        if leaf.dtype == jnp.float32 and dtypes[path] != jnp.float32 and path not in decided
+    ]
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise ValueError(
+            f"'{lost[0]}'{more} would be rounded from float32 to {dtypes[lost[0]].name}, and no "
+            "optimizer stores the correction: steps under half an ulp of a weight would be lost. "
+            "Put split_master_weights around the whole optimizer; or keep such leaves in f32 with "
+            "dtype=jnp.float32, or a function (path, leaf) -> dtype; or pass allow_rounding=True, "
+            "for example for frozen weights."
+        )
+
+
+# compiled as one program, which fuses the integer temporaries of a split
+@compiled
+def _stored(
+    rows: list[tuple[MasterSplit | None, jax.Array, jnp.dtype]],
+) -> list[tuple[jax.Array, jax.Array | None]]:
+    """Return the weight and the correction of each (split, f32 parameter, dtype)."""
+    return [
+        (leaf.astype(dtype), None)
+        if split is None
+        else split.split(leaf.astype(jnp.float32), dtype)
+        for split, leaf, dtype in rows
+    ]

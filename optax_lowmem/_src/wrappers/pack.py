@@ -68,16 +68,13 @@ class PackedEngine(Engine):
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params,
-        h: Mapping[str, jax.Array] | None = None,
-        count: jax.Array | None = None,
-        gradient_scale: jax.Array | None = None,
-        direct: bool = False,
+        **options: Any,
     ) -> tuple[Any, Any]:
         """Run `Engine.run` on the tree packed as in the state; unpack its result."""
         trees.check_state(state, self.rule.state_type)
         names, packs = packing.layout(self._tree_of(state))
         if not packs:
-            return super().run(updates, state, params, h, count, gradient_scale, direct)
+            return super().run(updates, state, params, **options)
         like = updates if params is None else params
         gradients = trees.match("gradient", updates, like)
         trees.check_same_parameters(names, like)
@@ -86,10 +83,8 @@ class PackedEngine(Engine):
         _check_whole(like, packs)
         engine = self._of_packs(packs, like, plans, decisions)
         weights = None if params is None else packing.pack(params, packs)
-        with context.placing(_placements(names, packs)), context.emitting() as emitted:
-            outcome, state = engine.run(
-                packing.pack(updates, packs), state, weights, h, count, gradient_scale, direct
-            )
+        with context.stepping(placements=_placements(names, packs)), context.emitting() as emitted:
+            outcome, state = engine.run(packing.pack(updates, packs), state, weights, **options)
         leaves = dict(trees.named_leaves(like))
         by_name = packing.unpacked(outcome, leaves)
         treedef: Any = jax.tree.structure(like)

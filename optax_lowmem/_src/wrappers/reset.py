@@ -9,7 +9,7 @@ import optax
 
 from optax_lowmem._src.core import packs, trees
 from optax_lowmem._src.wrappers import slots
-from optax_lowmem._src.wrappers.compress import CompressedState
+from optax_lowmem._src.wrappers.compressor import CompressedState
 
 
 def reset(state: optax.OptState, where: Any = True) -> optax.OptState:

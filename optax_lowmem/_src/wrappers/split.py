@@ -1,7 +1,6 @@
 """Split master weights into 16-bit weights and corrections, for any optimizer."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,16 +11,9 @@ from optax_lowmem._src.codecs import MasterSplit
 from optax_lowmem._src.core import array_metadata, context, derivative, numerics, random, trees
 from optax_lowmem._src.core.compiled import each, unstacked
 from optax_lowmem._src.step import MASTER, split_update
-from optax_lowmem._src.step.masters import (
-    adds_noise,
-    check_order,
-    choose_split,
-    initial_correction,
-    join_masters,
-    promoted,
-    split_for,
-    splits_masters,
-)
+from optax_lowmem._src.step.masters import adds_noise, join_masters, splits_masters
+from optax_lowmem._src.step.plan import choose_split, split_for
+from optax_lowmem._src.step.state import check_order, initial_correction, promoted
 from optax_lowmem._src.step.storage import Storage, check_bits, check_master_rounding
 
 
@@ -51,10 +43,8 @@ class _Splitter:
         corrections = []
         for path, leaf in trees.named_leaves(params):
             split = choose_split(self.storage, path, jnp.dtype(leaf.dtype))
-            if split is None:
-                corrections.append(jnp.zeros((), jnp.int8))
-            else:
-                corrections.append(initial_correction(split, path, leaf))
+            none = jnp.zeros((), jnp.int8)
+            corrections.append(initial_correction(split, path, leaf) if split else none)
         correction = array_metadata.like(params, corrections)
         if splits_masters(self.inner, params):
             raise ValueError(
@@ -91,46 +81,35 @@ class _Splitter:
         steps, inner = self.inner.update(gradients, state.inner_state, masters, **extra)
         if any(jnp.ndim(c) for c in jax.tree.leaves(state.correction)):
             steps, params = derivative.without((steps, params))
-        corrections = jax.tree.leaves(state.correction)
         count, named = optax.safe_increment(state.count), trees.named_leaves(params)
         # the engine's keys, so that a fused optimizer draws the same bits
-        keys = random.leaf_keys(state.seed, count, [path for path, _ in named])
-        rows = zip(named, jax.tree.leaves(steps), corrections, strict=True)
-        given = {path: g.dtype for path, g in trees.named_leaves(updates)}
-        landed = self._land(list(rows), keys, given)
-        treedef = jax.tree.structure(params)
-        correction = array_metadata.like(params, [c for _, c in landed])
-        updates = jax.tree.unflatten(treedef, [u for u, _ in landed])
-        return updates, SplitState(count, state.seed, correction, inner)
-
-    def _land(
-        self,
-        rows: list[tuple[tuple[str, jax.Array], jax.Array, jax.Array]],
-        keys: jax.Array,
-        dtypes: Mapping[str, jnp.dtype],
-    ) -> list[tuple[jax.Array, jax.Array]]:
-        """Return (update, correction) for each ((path, weight), step, correction).
-
-        `dtypes` are the gradients' dtypes by path (which are other paths under optax.lookahead).
-        """
-        given = [
+        keys = unstacked(random.leaf_keys(state.seed, count, [path for path, _ in named]))
+        # under optax.lookahead gradients have other paths
+        dtypes = {path: g.dtype for path, g in trees.named_leaves(updates)}
+        leaves = zip(
+            named, jax.tree.leaves(steps), jax.tree.leaves(state.correction), keys, strict=True
+        )
+        rows = [
             (
                 self._split_of(path, p, correction), p, step, correction, key,
                 self._update_dtype(p.dtype, dtypes.get(path)),
             )
-            for ((path, p), step, correction), key in zip(rows, unstacked(keys), strict=True)
+            for (path, p), step, correction, key in leaves
         ]  # fmt: skip
-        landed = each(_landed, given, self.storage.group_size)
-        for ((path, _), *_), (split, *_), (update, _) in zip(rows, given, landed, strict=True):
+        landed = each(_landed, rows, self.storage.group_size)
+        for (path, _), (split, *_), (update, _) in zip(named, rows, landed, strict=True):
             if split is not None:
                 context.emit(path, update)
-        return landed
+        correction = array_metadata.like(params, [c for _, c in landed])
+        updates = jax.tree.unflatten(jax.tree.structure(params), [u for u, _ in landed])
+        return updates, SplitState(count, state.seed, correction, inner)
 
     def _update_dtype(self, dtype: jnp.dtype, of_gradient: jnp.dtype | None) -> jnp.dtype:
         wanted = {"param": dtype, "gradient": of_gradient}.get(self.storage.update_dtype)
         return dtype if wanted == dtype else jnp.dtype(jnp.float32)
 
     def _split_of(self, path: str, p: jax.Array, correction: jax.Array) -> MasterSplit | None:
+        """Return the split of a weight; raise if its correction does not fit."""
         split = split_for(self.storage, p.dtype)
         if p.dtype == jnp.float32 and jnp.ndim(correction) and correction.shape == p.shape:
             raise ValueError(promoted(path, correction.dtype))

@@ -20,16 +20,15 @@ from optax_lowmem._src.core import groups, numerics, random
 from optax_lowmem._src.core.block import Block, product
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.kernels import jax_triton_call, jaxpr_to_triton
+from optax_lowmem._src.step.batch import Leaf, LeafState, Result
 from optax_lowmem._src.step.operands import (
     AnyHyperparameters,
-    Leaf,
-    Result,
     aliases,
     output,
     step_tile,
 )
 from optax_lowmem._src.step.plan import LeafPlan
-from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+from optax_lowmem._src.step.rule import UpdateRule
 
 _MAX_LANES = 1 << 16
 _MAX_POINTERS = 480  # CUDA limits arguments to 4 KiB
@@ -65,18 +64,16 @@ def supported(rule: UpdateRule, plan: LeafPlan) -> str | None:
 @functools.cache
 def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return a primitive of the step that the Triton generator does not support, or None."""
-    dtypes: tuple[Any, ...] = (
-        jnp.dtype(jnp.float32),
-        plan.dtype,
-        None if plan.split is None else plan.split.dtype,
-        tuple(
-            slot.codec.storage((plan.group_size,), plan.group_size).codes.dtype
-            if slot.codec
-            else slot.dtype
-            for slot in plan.slots
-        ),
-        tuple(slot.codec.scale.dtype for slot in plan.slots if slot.codec),
+    slots: Any = tuple(
+        slot.codec.storage((plan.group_size,), plan.group_size).codes.dtype
+        if slot.codec
+        else slot.dtype
+        for slot in plan.slots
     )
+    scales: Any = tuple(slot.codec.scale.dtype for slot in plan.slots if slot.codec)
+    g, p, split = jnp.float32, plan.dtype, plan.split
+    correction: Any = None if split is None else split.dtype
+    dtypes: Any = jax.tree.map(jnp.dtype, (g, p, LeafState(slots, scales, correction)))
     lanes = Tiling((32,), plan.group_size, 1).lanes
     body = _Body(rule, plan, Leaf(*dtypes), (), False, 4, lanes, (False, False))
     return jaxpr_to_triton.missing(body.jaxpr(AnyHyperparameters()))
@@ -303,13 +300,12 @@ class _Body:
     @functools.cached_property
     def roles(self) -> Any:
         """Names of the arrays that are read, as a `Leaf`."""
-
-        def named(field: str) -> Any:
-            return None if getattr(self.dtypes, field) is None else field
-
         slots: Any = tuple(slot.name for slot in self.plan.slots)
         coded: Any = tuple(f"{slot.name}_scale" for slot in self.plan.slots if slot.codec)
-        return Leaf(named("g"), named("p"), named("correction"), slots, coded, self._of_block())
+        correction: Any = None if self.dtypes.state.correction is None else "correction"
+        p: Any = None if self.dtypes.p is None else "p"
+        g: Any = "g"
+        return Leaf(g, p, LeafState(slots, coded, correction), self._of_block())
 
     def _of_block(self) -> Any:
         dtypes, structure = jax.tree.flatten(self.dtypes.of_block)
@@ -328,7 +324,7 @@ class _Body:
     @property
     def results(self) -> list[str]:
         """Names of the arrays that are written, in the order of `Result`."""
-        return ["update", *jax.tree.leaves((self.roles.correction, *self.roles[3:5]))]
+        return ["update", *jax.tree.leaves(self.roles.state)]
 
     def jaxpr(self, others: Mapping[str, jax.Array] | None = None) -> Any:
         """Return the closed jaxpr of `step_tile`.
@@ -336,28 +332,27 @@ class _Body:
         Args:
           others: constant hyperparameters, instead of those that are operands.
         """
-        shaped = {"g": 2, "p": 2, "correction": 2, "scales": 1}
-        packed = self.packed
-        slots: Any = tuple(
-            jax.ShapeDtypeStruct((self.rows, self.bytes_of(packed.get(slot.name, 1))), dtype)
-            for slot, dtype in zip(self.plan.slots, self.dtypes.slots, strict=True)
+        packed, struct = self.packed, jax.ShapeDtypeStruct
+        per_group, per_element = (
+            functools.partial(jax.tree.map, functools.partial(struct, shape))
+            for shape in ((self.rows,), (self.rows, self.lanes))
         )
-        shapes = {1: (self.rows,), 2: (self.rows, self.lanes)}
+        state = self.dtypes.state
+        slots: Any = tuple(
+            struct((self.rows, self.bytes_of(packed.get(slot.name, 1))), dtype)
+            for slot, dtype in zip(self.plan.slots, state.slots, strict=True)
+        )
+        of_block = [
+            struct((self.rows, self.lanes if by_lane else 1), dtype)
+            for by_lane, dtype in zip(
+                self.by_lane, jax.tree.leaves(self.dtypes.of_block), strict=False
+            )
+        ]
         leaf = Leaf(
-            **{
-                field: jax.tree.map(
-                    lambda dtype, rank=rank: jax.ShapeDtypeStruct(shapes[rank], dtype),
-                    getattr(self.dtypes, field),
-                )
-                for field, rank in shaped.items()
-            },
-            slots=slots,
-            of_block=[
-                jax.ShapeDtypeStruct(shapes[2] if by_lane else (self.rows, 1), dtype)
-                for by_lane, dtype in zip(
-                    self.by_lane, jax.tree.leaves(self.dtypes.of_block), strict=False
-                )
-            ],
+            per_element(self.dtypes.g),
+            per_element(self.dtypes.p),
+            LeafState(slots, per_group(state.scales), per_element(state.correction)),
+            of_block,
         )
         h = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.names}
         place = jax.ShapeDtypeStruct((self.rows,), jnp.uint32)
@@ -365,11 +360,10 @@ class _Body:
 
         def traced(leaf: Leaf, h: Any, place: Any, lane: Any) -> Result:
             h = h if others is None else others
-            if leaf.of_block:
-                h = {**h, OF_BLOCK: product(leaf.of_block)}
+            leaf = leaf._replace(of_block=product(leaf.of_block) if leaf.of_block else None)
             noise = (random.mix(place)[:, None], lane) if self.plan.noisy else None
             with _arithmetic():
-                return step_tile(self.rule, self.plan, leaf._replace(of_block=None), h, noise)
+                return step_tile(self.rule, self.plan, leaf, h, noise)
 
         return jax.make_jaxpr(traced)(leaf, h, place, lane)
 
@@ -403,9 +397,10 @@ class _Body:
             "correction": self.plan.split.zero if self.plan.split is not None else 0,
             **dict.fromkeys(_OF_PARTS, 1.0),
         }
-        late = {*_OF_PARTS, *self.roles.scales}  # read by several programs, or repeatedly by one
+        # read by several programs, or repeatedly by one
+        late = {*_OF_PARTS, *self.roles.state.scales}
         where = dict.fromkeys(roles, "offsets, mask")
-        where |= dict.fromkeys(self.roles.scales, "group, exists")
+        where |= dict.fromkeys(self.roles.state.scales, "group, exists")
         for role, codes in self.packed.items():
             where[role] = f"offsets_{role}, mask_{role}"
             lines += [

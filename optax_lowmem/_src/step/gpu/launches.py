@@ -11,11 +11,9 @@ from optax_lowmem._src.core.groups import Tile, Tiling
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.step import operands, reference, tuning, xla
-from optax_lowmem._src.step.batch import LeafBatch, Stepped
-from optax_lowmem._src.step.plan import LeafPlan, LeafState
-from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
-
-_LeafArrays = tuple[jax.Array, jax.Array | None, LeafState]  # gradient, weight, state
+from optax_lowmem._src.step.batch import Leaf, LeafBatch, Result
+from optax_lowmem._src.step.plan import LeafPlan
+from optax_lowmem._src.step.rule import UpdateRule
 
 _UPDATES = 1 << 20  # bytes of updates that a launch may always allocate
 
@@ -36,10 +34,10 @@ def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
 
 def step(
     backend: str, rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None
-) -> list[Stepped]:
+) -> list[Result]:
     """Step parameters that a backend supports, in as few launches as `tuned` allows."""
     cut = tuning.resolve(tuned, backend, rule.elementwise_slots, batch.plans[0].group_size)
-    results: dict[int, Stepped] = {}
+    results: dict[int, Result] = {}
     for together in launches(batch, cut):
         result = _launch(rule, backend, batch.take(together), cut.tile)
         results.update(zip(together, result, strict=True))
@@ -106,49 +104,35 @@ def _in_order(
     return done
 
 
-def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Stepped]:
+def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Result]:
     """Step the parameters of one launch."""
     plans = batch.nameless.plans
-    arrays = list(zip(batch.gradients, batch.weights, batch.states, strict=True))
-    of_blocks = [own.get(OF_BLOCK) for own in batch.operands]
-    names = tuple(sorted(set(batch.h(0)) - {OF_BLOCK}))
+    leaves = [batch.leaf(i) for i in range(len(batch))]
+    names = tuple(sorted(batch.h(0)))
     # one row per leaf only if hyperparameters differ between leaves
     hs = [batch.h(i) for i in range(len(batch) if rule.prepares == "leaf" else 1)]
     scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in hs])
     numbers = jnp.asarray(batch.numbers, jnp.int32)
 
-    def launched(
-        arrays: list[_LeafArrays],
-        of_blocks: list[jax.Array | None],
-        scalars: jax.Array,
-        keys: jax.Array,
-    ) -> list[Stepped]:
-        every = zip(arrays, of_blocks, strict=True)
-        leaves = tuple(operands.leaf_of(*row, of_block) for row, of_block in every)
+    def launched(leaves: list[Leaf], scalars: jax.Array, keys: jax.Array) -> list[Result]:
         if backend == "pallas":
             from optax_lowmem._src.step.gpu.pallas_triton import launch
         else:
             from optax_lowmem._src.step.gpu.jax_triton import launch
-        results = launch(rule, plans, leaves, names, scalars, keys, numbers, tile)
+        results = launch(rule, plans, tuple(leaves), names, scalars, keys, numbers, tile)
         return [
-            (reference.emit(plan, row[1], result.update), operands.state_of(result))
-            for plan, row, result in zip(plans, arrays, results, strict=True)
+            result._replace(update=reference.emit(plan, leaf.p, result.update))
+            for plan, leaf, result in zip(plans, leaves, results, strict=True)
         ]
 
-    def plain(
-        arrays: list[_LeafArrays],
-        of_blocks: list[jax.Array | None],
-        scalars: jax.Array,
-        keys: jax.Array,
-    ) -> list[Stepped]:
+    def plain(leaves: list[Leaf], scalars: jax.Array, keys: jax.Array) -> list[Result]:
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
-        results = []
-        every = zip(plans, arrays, of_blocks, batch.numbers, strict=True)
-        for i, (plan, row, of_block, number) in enumerate(every):
-            h = {**hs[i % len(hs)], **({} if of_block is None else {OF_BLOCK: of_block})}
-            results.append(xla.plain(rule, plan, *row, h, keys[number]))
-        return results
+        rows = zip(plans, leaves, batch.numbers, strict=True)
+        return [
+            xla.plain(rule, plan, leaf, hs[i % len(hs)], keys[number])
+            for i, (plan, leaf, number) in enumerate(rows)
+        ]
 
     if batch.implementation is not None:
-        return launched(arrays, of_blocks, scalars, batch.keys)
-    return with_fallback("cuda", launched, plain, arrays, of_blocks, scalars, batch.keys)
+        return launched(leaves, scalars, batch.keys)
+    return with_fallback("cuda", launched, plain, leaves, scalars, batch.keys)

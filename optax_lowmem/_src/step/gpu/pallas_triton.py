@@ -21,9 +21,8 @@ from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.groups import Tile, Tiling
 from optax_lowmem._src.kernels import gpu_pallas, tiles
+from optax_lowmem._src.step.batch import Leaf, LeafState, Result
 from optax_lowmem._src.step.operands import (
-    Leaf,
-    Result,
     aliases,
     output,
     restored,
@@ -32,7 +31,7 @@ from optax_lowmem._src.step.operands import (
     views,
 )
 from optax_lowmem._src.step.plan import LeafPlan
-from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+from optax_lowmem._src.step.rule import UpdateRule
 
 
 def _kernel(
@@ -60,13 +59,11 @@ def _kernel(
         tiling, tile = tilings[i], program - starts[i]
         own = jax.tree.unflatten(treedefs[0], map(gpu_pallas.Reference, read[i]))
         leaf = _load(plan, tiling, blocks[i], tile, own)
-        if leaf.of_block is not None:
-            h[OF_BLOCK] = leaf.of_block
         noise = None
         if plan.noisy:
             number = leaf_numbers[i]
             noise = tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
-        result = _step(rule, plan, interpret, leaf._replace(of_block=None), h, noise)
+        result = _step(rule, plan, interpret, leaf, h, noise)
         into = jax.tree.unflatten(treedefs[1], map(gpu_pallas.Reference, written[i]))
         _store(plan, tiling, tile, into, result)
 
@@ -97,27 +94,27 @@ def _arithmetic(interpret: bool) -> contextlib.AbstractContextManager[None]:
 
 def _load(plan: LeafPlan, tiling: Tiling, block: Block | None, tile: jax.Array, refs: Any) -> Leaf:
     """Load a tile of a leaf; lanes and groups out of bounds are zero."""
-    nothing = plan.split.zero if plan.split is not None else 0
-    return Leaf(
-        tiles.load(tiling, refs.g, tile),
-        None if refs.p is None else tiles.load(tiling, refs.p, tile),
-        None if refs.correction is None else tiles.load(tiling, refs.correction, tile, nothing),
-        tuple(
-            tiles.load(own, ref, tile)
-            for own, ref in zip(slot_tilings(plan, tiling), refs.slots, strict=True)
-        ),
-        tuple(tiles.load_scales(tiling, ref, tile) for ref in refs.scales),
-        tiles.load_of_block(tiling, block, refs.of_block, tile) if block else None,
-    )
+    nothing, state = plan.split.zero if plan.split is not None else 0, refs.state
+    g = tiles.load(tiling, refs.g, tile)
+    p = None if refs.p is None else tiles.load(tiling, refs.p, tile)
+    correction = None
+    if state.correction is not None:
+        correction = tiles.load(tiling, state.correction, tile, nothing)
+    of_slots = zip(slot_tilings(plan, tiling), state.slots, strict=True)
+    slots = tuple(tiles.load(own, ref, tile) for own, ref in of_slots)
+    scales = tuple(tiles.load_scales(tiling, ref, tile) for ref in state.scales)
+    of_block = tiles.load_of_block(tiling, block, refs.of_block, tile) if block else None
+    return Leaf(g, p, LeafState(slots, scales, correction), of_block)
 
 
 def _store(plan: LeafPlan, tiling: Tiling, tile: jax.Array, refs: Any, result: Result) -> None:
-    for ref, scale in zip(refs.scales, result.scales, strict=True):
+    state = result.state
+    for ref, scale in zip(refs.state.scales, state.scales, strict=True):
         tiles.store_scales(tiling, ref, tile, scale)
     tiles.store(tiling, refs.update, tile, result.update)
-    if refs.correction is not None and result.correction is not None:
-        tiles.store(tiling, refs.correction, tile, result.correction)
-    for own, *slot in zip(slot_tilings(plan, tiling), refs.slots, result.slots, strict=True):
+    if state.correction is not None:
+        tiles.store(tiling, refs.state.correction, tile, state.correction)
+    for own, *slot in zip(slot_tilings(plan, tiling), refs.state.slots, state.slots, strict=True):
         ref, value = slot
         tiles.store(own, ref, tile, value)
 

@@ -22,21 +22,17 @@ from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.step import reference, tuning, xla
-from optax_lowmem._src.step.batch import LeafBatch, Stepped
+from optax_lowmem._src.step.batch import Leaf, LeafBatch, LeafState, Result
 from optax_lowmem._src.step.operands import (
     AnyHyperparameters,
-    Leaf,
-    Result,
     aliases,
-    leaf_of,
     output,
     restored,
-    state_of,
     step_tile,
     update_dtype,
 )
-from optax_lowmem._src.step.plan import LeafPlan, LeafState
-from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+from optax_lowmem._src.step.plan import LeafPlan
+from optax_lowmem._src.step.rule import UpdateRule
 from optax_lowmem._src.step.tpu import lanes
 from optax_lowmem._src.step.tpu import pallas_tpu_views as views
 from optax_lowmem._src.step.tpu.lanes import LANES, ROWS
@@ -92,13 +88,10 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
 
     shape = (ROWS, plan.group_size)
     form = dataclasses.replace(plan, shape=shape).storage
-    arrays: Any = (
-        like(shape, jnp.float32),
-        like(shape, plan.dtype),
-        None if plan.split is None else like(shape, plan.split.dtype),
-        tuple(slot.codes for slot in form),
-        tuple(like((ROWS,), slot.scales.dtype) for slot in form if slot.scales.ndim),
-    )
+    scales: Any = tuple(like((ROWS,), slot.scales.dtype) for slot in form if slot.scales.ndim)
+    correction: Any = None if plan.split is None else like(shape, plan.split.dtype)
+    state = LeafState(tuple(slot.codes for slot in form), scales, correction)
+    arrays: Any = like(shape, jnp.float32), like(shape, plan.dtype), state
     leaf = Leaf(*arrays)
     bits = like((ROWS, 1), jnp.uint32), like((plan.group_size,), jnp.uint32)
 
@@ -157,14 +150,15 @@ def launch(
       elements: maximum number of elements per block.
       interpret: True or `pltpu.InterpretParams` to run as plain JAX, on any device.
     """
-    moving = views.bytes_of(leaf.g, leaf.p, leaf.correction, leaf.slots)
-    moving += update_dtype(plan, leaf.p).itemsize + views.bytes_of(leaf.correction, leaf.slots)
+    of_elements = leaf.state._replace(scales=())
+    moving = views.bytes_of(leaf.g, leaf.p, of_elements)
+    moving += update_dtype(plan, leaf.p).itemsize + views.bytes_of(of_elements)
     blocks = views.blocks_of(plan, leaf, moving, elements)
     kernel = Kernel(rule, plan, blocks, names)
     viewed = views.view(plan, blocks, leaf)
     results = output(plan, viewed)
     specs = views.specs(plan, blocks, viewed)
-    out_specs = Result(specs.g, *specs[2:5])
+    out_specs = Result(specs.g, specs.state)
     scratch = kernel.scratch()
     trees = viewed, results, scratch
     flat = [jax.tree.leaves(tree) for tree in trees]
@@ -192,15 +186,15 @@ def launch(
         name="fused_update",
     )(scalars, row_key[None], lane_bits[None], *views.in_hbm(flat[0], interpret))
     result: Result = jax.tree.unflatten(jax.tree.structure(results), outputs)
-    scales = zip(result.scales, leaf.scales, strict=True)
-    result = result._replace(scales=tuple(views.scales_of(blocks, *pair) for pair in scales))
-    return restored(plan, leaf, result)
+    pairs = zip(result.state.scales, leaf.state.scales, strict=True)
+    scales = tuple(views.scales_of(blocks, *pair) for pair in pairs)
+    return restored(plan, leaf, Result(result.update, result.state._replace(scales=scales)))
 
 
 # ---- the step of a batch -------------------------------------------------------------------------
 
 
-def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> list[Stepped]:
+def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> list[Result]:
     """Step each parameter in a separate launch, which costs almost nothing on a TPU."""
     group_size = batch.plans[0].group_size
     elements = tuning.resolve(tuned, NAME, rule.elementwise_slots, group_size).tile.elements
@@ -208,39 +202,38 @@ def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> lis
     row_keys, lane_keys = random.row_and_lane_keys(batch.keys, rank=1)
     lane_bits = register_bits(lane_keys, group_size)
     results = []
-    rows = zip(batch.plans, batch.gradients, batch.weights, batch.states, strict=True)
-    for i, (named, g, p, state) in enumerate(rows):
-        number, h = batch.numbers[i], batch.h(i)
-
-        def launched(
-            g: jax.Array,
-            p: jax.Array | None,
-            state: LeafState,
-            h: Mapping[str, jax.Array],
-            keys: tuple[jax.Array, jax.Array, jax.Array],
-            plan: LeafPlan = named.nameless,
-        ) -> Stepped:
-            names = tuple(sorted(set(h) - {OF_BLOCK}))
-            leaf = leaf_of(g, p, state, h.get(OF_BLOCK))
-            scalars = jnp.stack([h[name] for name in names])
-            with platform.targeting(g):
-                result = launch(rule, plan, leaf, names, scalars, *keys[1:], elements)
-            update = reference.emit(plan, p, result.update)
-            return update, state_of(result)
-
-        def plain(
-            g: jax.Array,
-            p: jax.Array | None,
-            state: LeafState,
-            h: Mapping[str, jax.Array],
-            keys: tuple[jax.Array, jax.Array, jax.Array],
-            plan: LeafPlan = named.nameless,
-        ) -> Stepped:
-            return xla.plain(rule, plan, g, p, state, h, keys[0])
-
+    for i, number in enumerate(batch.numbers):
+        launched = functools.partial(_launched, rule, batch.plans[i].nameless, elements)
+        plain = functools.partial(_plain, rule, batch.plans[i].nameless)
         keys = batch.keys[number], row_keys[number], lane_bits[number]
-        if batch.implementation is None and platform.target(g) is None:
-            results.append(with_fallback("tpu", launched, plain, g, p, state, dict(h), keys))
+        arrays = batch.leaf(i), batch.h(i), keys
+        if batch.implementation is None and platform.target(batch.gradients[i]) is None:
+            results.append(with_fallback("tpu", launched, plain, *arrays))
         else:
-            results.append(launched(g, p, state, dict(h), keys))
+            results.append(launched(*arrays))
     return results
+
+
+Keys = tuple[jax.Array, jax.Array, jax.Array]  # a leaf's key, its key of R, its lanes' bits C
+
+
+def _launched(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    elements: int,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    keys: Keys,
+) -> Result:
+    names = tuple(sorted(h))
+    scalars = jnp.stack([h[name] for name in names])
+    with platform.targeting(leaf.g):
+        result = launch(rule, plan, leaf, names, scalars, *keys[1:], elements)
+    return result._replace(update=reference.emit(plan, leaf.p, result.update))
+
+
+def _plain(
+    rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Mapping[str, jax.Array], keys: Keys
+) -> Result:
+    result: Result = xla.plain(rule, plan, leaf, h, keys[0])
+    return result

@@ -14,9 +14,9 @@ from optax_lowmem._src.codecs import GroupCodec
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import product
 from optax_lowmem._src.step import reference
-from optax_lowmem._src.step.operands import Leaf
-from optax_lowmem._src.step.plan import LeafPlan, LeafState, SlotPlan
-from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+from optax_lowmem._src.step.batch import Leaf, LeafState
+from optax_lowmem._src.step.plan import LeafPlan, SlotPlan
+from optax_lowmem._src.step.rule import UpdateRule
 from optax_lowmem._src.step.tpu import lanes
 from optax_lowmem._src.step.tpu.lanes import LANES, ROWS, Blocks
 
@@ -24,15 +24,15 @@ from optax_lowmem._src.step.tpu.lanes import LANES, ROWS, Blocks
 ARITHMETIC = numerics.Approximations(reciprocal=None, gpu=False)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Registers:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Registers(reference.Layout):
     """Layout of one register, [ROWS, 128]; values of groups are on the lanes of a unit."""
 
     register: jax.Array  # index along the row of the block
     place: int  # index among the registers that are stepped together
     group_of_lane: jax.Array
-    group_size = 1  # the random bits R are already broadcast to elements
-    length = LANES
+    group_size: int = 1  # the random bits R are already broadcast to elements
+    length: int = LANES
 
     @property
     def columns(self) -> Any:
@@ -46,10 +46,6 @@ class Registers:
     def to_elements(self, of_groups: Any) -> Any:
         """Broadcast values per group to their elements."""
         return jax.tree.map(lambda x: lanes.gather(x, self.group_of_lane), of_groups)
-
-    def operands(self, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """Return hyperparameters that broadcast to the elements."""
-        return h
 
     def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
         """Unpack codes; one register of bytes may hold several registers of codes."""
@@ -146,13 +142,13 @@ class Kernel:
 
             lax.fori_loop(0, self.blocks.block_rows // ROWS, step, None)
             if self.blocks.transposed:
-                for name, ref in zip(self.codecs, written.scales, strict=True):
+                for name, ref in zip(self.codecs, written.state.scales, strict=True):
                     scales = scratch.scales[name][...].T[: self.blocks.block_groups]
                     ref[...] = scales.astype(ref.dtype)
 
     def decode(self, read: Any, scratch: Scratch) -> None:
         """Decode the scales of a block, and transpose its values per row, to scratch memory."""
-        for (name, codec), ref in zip(self.codecs.items(), read.scales, strict=True):
+        for (name, codec), ref in zip(self.codecs.items(), read.state.scales, strict=True):
             self.decode_scales(codec, ref, scratch.units[name])
         if scratch.of_rows is not None:
             shape = (LANES, self.blocks.block_rows)
@@ -229,30 +225,25 @@ class Rows:
         for place in range(self.registers):
             register = step * self.registers + place
             group = self.kernel.blocks.group_of_lane(register)
-            yield Registers(register, place, group)
+            yield Registers(register=register, place=place, group_of_lane=group)
 
     def load(self, layout: Registers) -> Leaf:
-        """Load a register of each array of the leaf, except scales and block-wise values."""
+        """Load a register of each array of the leaf, except its scales."""
 
         def elements(ref: Any, register: jax.Array = layout.register) -> jax.Array:
             return ref[self.rows, columns_of(register)]
 
-        g, p, correction = jax.tree.map(elements, self.read[:3])
+        state, of_block = self.read.state, []
+        g, p, correction = jax.tree.map(elements, (self.read.g, self.read.p, state.correction))
         several = map(several_in_a_byte, self.kernel.plan.slots)
-        slots = zip(self.read.slots, several, strict=True)
+        slots = zip(state.slots, several, strict=True)
         stored = tuple(elements(ref, _byte(layout.register, codes)) for ref, codes in slots)
-        return Leaf(g, p, correction, stored, ())
-
-    def hyperparameters(self, layout: Registers) -> Mapping[str, jax.Array]:
-        """Return the hyperparameters, including the block-wise operand of a register."""
-        if self.read.of_block is None:
-            return self.h
-        values = []
         if self.scratch.of_rows is not None:
-            values.append(self.scratch.of_rows[self.rows, :])
-        if self.read.of_block.columns is not None:
-            values.append(self.read.of_block.columns[self.repeated, columns_of(layout.register)])
-        return {**self.h, OF_BLOCK: product(values)}
+            of_block.append(self.scratch.of_rows[self.rows, :])
+        if self.read.of_block is not None and self.read.of_block.columns is not None:
+            of_block.append(self.read.of_block.columns[self.repeated, columns_of(layout.register)])
+        state = LeafState(stored, (), correction)  # `units` replace the scales
+        return Leaf(g, p, state, product(of_block) if of_block else None)
 
     @functools.cached_property
     def random_bits(self) -> jax.Array | None:
@@ -280,19 +271,16 @@ class Rows:
         def step(j: jax.Array) -> None:
             spans: dict[str, list[Any]] = {name: [] for name in kernel.codecs}
             for layout in self.registers_of(j):
-                leaf, h, columns = self.load(layout), self.hyperparameters(layout), layout.columns
-                correction = leaf.correction
-                state = LeafState(leaf.slots, (), correction)  # `units` replace the scales
-                moved, values = reference.advance(
-                    kernel.rule, plan, leaf.g, leaf.p, state, h, layout, units
-                )
+                leaf, columns = self.load(layout), layout.columns
+                correction = leaf.state.correction
+                moved, values = reference.advance(kernel.rule, plan, leaf, self.h, layout, units)
                 if leaf.p is not None:
                     own = reference.master_noise(plan, self.noise(layout), layout)
                     moved, correction = reference.move(plan, leaf.p, moved, correction, own)
                 update = self.written.update
                 update[self.rows, columns] = moved.astype(update.dtype)
-                if self.written.correction is not None:
-                    self.written.correction[self.rows, columns] = correction
+                if correction is not None:
+                    self.written.state.correction[self.rows, columns] = correction
                 for name, value in values.items():
                     scratch.values[name][:, columns] = value
                 for name, codec in kernel.codecs.items():
@@ -324,7 +312,7 @@ class Rows:
             if blocks.transposed:
                 self.scratch.scales[name][self.rows, :] = stored.astype(_word(stored.dtype))
             else:
-                self.written.scales[i][self.rows, :] = stored[:, : blocks.block_groups]
+                self.written.state.scales[i][self.rows, :] = stored[:, : blocks.block_groups]
             measured[name] = None, divisor
         return measured
 
@@ -341,7 +329,7 @@ class Rows:
                 slots, _ = reference.encode(plan, values, noise, layout, measured)
                 for registers, codes in zip(stored, slots, strict=True):
                     registers.append(codes)
-            rows = zip(plan.slots, self.written.slots, stored, strict=True)
+            rows = zip(plan.slots, self.written.state.slots, stored, strict=True)
             for slot, ref, registers in rows:
                 several = several_in_a_byte(slot)
                 for first in range(0, len(registers), several):

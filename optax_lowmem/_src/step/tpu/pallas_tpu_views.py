@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.block import Block, product
-from optax_lowmem._src.step.operands import Leaf
+from optax_lowmem._src.step.batch import Leaf, LeafState
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.tpu.lanes import LANES, ROWS, Blocks
 from optax_lowmem._src.step.tpu.pallas_tpu_kernel import several_in_a_byte
@@ -113,10 +113,11 @@ def view(plan: LeafPlan, blocks: Blocks, leaf: Leaf) -> Leaf:
     # Mosaic does not support float16
     g = numerics.widen(leaf.g) if leaf.g.dtype == jnp.float16 else leaf.g
     g, p, correction, slots = jax.tree.map(
-        lambda x: x.reshape(blocks.rows, -1), (g, leaf.p, leaf.correction, leaf.slots)
+        lambda x: x.reshape(blocks.rows, -1), (g, leaf.p, leaf.state.correction, leaf.state.slots)
     )
-    scales = tuple(_scale_view(blocks, x) for x in leaf.scales)
-    return Leaf(g, p, correction, slots, scales, _of_block(plan, leaf.of_block))
+    scales = tuple(_scale_view(blocks, x) for x in leaf.state.scales)
+    state = LeafState(slots, scales, correction)
+    return Leaf(g, p, state, _of_block(plan, leaf.of_block))
 
 
 def _scale_view(blocks: Blocks, scales: jax.Array) -> jax.Array:
@@ -181,12 +182,9 @@ def specs(plan: LeafPlan, blocks: Blocks, viewed: Leaf) -> Leaf:
             )
         )
         of_block = OfBlock(None if of_block.rows is None else of_rows, of_columns)
-    result: Any = (
-        elements(),
-        None if viewed.p is None else elements(),
-        None if viewed.correction is None else elements(),
-        tuple(elements(several_in_a_byte(slot)) for slot in plan.slots),
-        tuple(_scale_spec(blocks) for _ in viewed.scales),
-        of_block,
+    like, slots = jax.tree.map(lambda _: elements(), viewed._replace(of_block=None)), plan.slots
+    state = like.state._replace(
+        slots=tuple(elements(several_in_a_byte(slot)) for slot in slots),
+        scales=tuple(_scale_spec(blocks) for _ in viewed.state.scales),
     )
-    return Leaf(*result)
+    return like._replace(state=state, of_block=of_block)

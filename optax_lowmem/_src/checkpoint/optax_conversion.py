@@ -1,15 +1,15 @@
 """Convert the state of an optax optimizer to low memory, and back.
 
-A `Converter` walks a state of this library and the corresponding optax state together, and encodes
+A `_Converter` walks a state of this library and the corresponding optax state together, and encodes
 or decodes the slots.
 """
 
-import abc
 import collections
 import dataclasses
 import functools
+import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +24,9 @@ from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord, na
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
 from optax_lowmem._src.step.masters import master_params
 from optax_lowmem._src.wrappers.chain import Chain
-from optax_lowmem._src.wrappers.compress import CompressedState
-from optax_lowmem._src.wrappers.init import init
-from optax_lowmem._src.wrappers.slots import map_slots
-from optax_lowmem._src.wrappers.start import WeightDtype
+from optax_lowmem._src.wrappers.compressor import CompressedState
+from optax_lowmem._src.wrappers.init import WeightDtype, init
+from optax_lowmem._src.wrappers.slots import map_slots, scale_name
 
 # ---- the optax optimizer that corresponds to a low-memory one ------------------------------------
 
@@ -72,30 +71,30 @@ def counterpart(
 
 
 def _of_engine(engine: Engine) -> optax.GradientTransformation:
-    record = _record_of_rule(engine)
-    make = _constructor(record, engine) if record else None
-    if record is None or make is None:
+    make = _constructor(engine)
+    if make is None:
         what = type(engine.rule).__name__ + ("" if engine.weights else " as a scale_by transform")
         raise ValueError(f"no optax optimizer is known to correspond to {what}. {GIVE_PLAIN}")
     if not engine.weights:
         return make()
     # for a schedule, optax stores another count
     rate, strength = (
-        (lambda count: 0.0) if counterpart_name in engine.schedules else default
-        for counterpart_name, default in (("learning_rate", 0.0), ("weight_decay", 1e-4))
+        (lambda count: 0.0) if name in engine.schedules else number
+        for name, number in (("learning_rate", 0.0), ("weight_decay", 1e-4))
     )
-    own: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if engine.matrices is not None and engine.matrices.dimensions is not None:
         # dimension numbers decide each leaf's slots; optax would call a tree of a callable class
         chosen = functools.partial(trees.chosen, engine.matrices.dimensions)
-        own["muon_weight_dimension_numbers"] = chosen
+        arguments["muon_weight_dimension_numbers"] = chosen
     if not _decays(engine):
-        return make(rate, **own)
+        return make(rate, **arguments)
     decay: dict[str, Any] = {"weight_decay": strength, "mask": engine.decay_mask}
-    selected = record.chosen(decay, make)
-    if not selected:
+    accepted = inspect.signature(make).parameters
+    accepted_decay = {name: value for name, value in decay.items() if name in accepted}
+    if not accepted_decay:
         return optax.chain(optax.add_decayed_weights(**decay), make(rate))
-    return make(rate, **selected, **own)
+    return make(rate, **accepted_decay, **arguments)
 
 
 def counterpart_name(tx: optax.GradientTransformation) -> str:
@@ -103,19 +102,19 @@ def counterpart_name(tx: optax.GradientTransformation) -> str:
     if isinstance(tx, Chain):
         ours = [link for link in tx.links if isinstance(link, EngineTransformation)]
         return counterpart_name(ours[0]) if len(ours) == 1 else _UNCOMPRESSED
-    record = _record_of_rule(tx.engine) if isinstance(tx, EngineTransformation) else None
-    made = (
-        _constructor(record, tx.engine) if record and isinstance(tx, EngineTransformation) else None
-    )
-    known = name_of(made) if made else ""
+    make = _constructor(tx.engine) if isinstance(tx, EngineTransformation) else None
+    name = name_of(make) if make else ""
     for module in (optax, optax.contrib):
-        if known and hasattr(module, known):
-            return f"{module.__name__}.{known}"
+        if name and hasattr(module, name):
+            return f"{module.__name__}.{name}"
     return _UNCOMPRESSED
 
 
-def _constructor(record: OptimizerRecord, engine: Engine) -> Constructor | None:
+def _constructor(engine: Engine) -> Constructor | None:
     """Return the constructor of the optax optimizer with the state of an engine in f32."""
+    record = next((r for r in every_record() if type(r.rule) is type(engine.rule)), None)
+    if record is None:
+        return None
     if not engine.weights:
         return record.plain_scale_by
     return record.in_optax if _decays(engine) else record.undecayed or record.in_optax
@@ -125,55 +124,42 @@ def _decays(engine: Engine) -> bool:
     return not {"decay", "l2"}.isdisjoint(engine.hyperparameters(jnp.zeros((), jnp.int32)))
 
 
-def _record_of_rule(engine: Engine) -> OptimizerRecord | None:
-    return next((r for r in every_record() if type(r.rule) is type(engine.rule)), None)
-
-
 # ---- walking two states together -----------------------------------------------------------------
 
 # fields of inject_hyperparams, dicts by name: one side may have more entries
 _BY_NAME = ("hyperparams", "hyperparams_states")
 
 
-class Converter(abc.ABC):
+class _Converter:
     """Convert a state between low memory (`ours`) and optax (`plain`).
 
     Args:
       decisions: those of the `init` of the low-memory optimizer.
+      to_optax: the direction.
     """
 
-    def __init__(self, decisions: list[context.Decision]):
-        self.decisions = Decisions(decisions)
+    def __init__(self, decisions: list[context.Decision], to_optax: bool):
+        self.decisions, self.to_optax = Decisions(decisions), to_optax
 
-    @abc.abstractmethod
     def choose(self, ours: optax.OptState, plain: optax.OptState) -> tuple[Any, Any]:
         """Return (the side to convert to, the side to convert from)."""
-
-    @abc.abstractmethod
-    def moments(
-        self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
-    ) -> Any:
-        """Convert between the state of a low-memory optimizer and its optax state."""
-
-    @abc.abstractmethod
-    def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
-        """Convert between a `CompressedState` and the same state with f32 slots."""
-
-    @abc.abstractmethod
-    def split(self, ours: optax.OptState, inner: optax.OptState) -> Any:
-        """Convert a state of `split_master_weights`, given its converted inner state."""
+        return (plain, ours) if self.to_optax else (ours, plain)
 
     def walk(self, ours: optax.OptState, plain: optax.OptState, where: str = "state") -> Any:
         """Return the converted state, from a pair of states; `where` names them in errors."""
         kind = type(ours).__name__
         record = record_of(ours)
         if record is not None:
-            return self.moments(ours, plain, record, where)
+            convert = self._decoded_moments if self.to_optax else self._encoded_moments
+            return convert(ours, plain, record, where)
         if isinstance(ours, CompressedState):
-            return self.compressed(ours, plain, where)
+            self.decisions.code_outside(ours)
+            compressed = self._decompressed if self.to_optax else self._compressed
+            return compressed(ours, plain, where)
         if kind == "SplitState":
-            return self.split(ours, self.walk(ours.inner_state, plain, where))
-        if not any(holds_ours(ours)):
+            inner = self.walk(ours.inner_state, plain, where)
+            return inner if self.to_optax else ours._replace(inner_state=inner)
+        if not trees.holds(ours, _is_ours):
             return self.same(ours, plain, where)
         if trees.is_named_tuple(ours) and ours._fields == getattr(plain, "_fields", None):
             return self._fields(ours, plain, where)
@@ -230,50 +216,118 @@ class Converter(abc.ABC):
             made.extend(result) if spliced else made.append(result)
         return tuple(made)
 
+    # ---- encoding and decoding ---------------------------------------------------------------
 
-def holds_ours(state: optax.OptState) -> Iterator[bool]:
-    """Yield for each nested state whether it is one of this library (an optimizer or a wrapper)."""
-    if trees.is_named_tuple(state):
-        wrapper = type(state).__name__ in ("CompressedState", "SplitState")
-        yield wrapper or record_of(state) is not None
-        for value in state:
-            yield from holds_ours(value)
-    elif isinstance(state, tuple | list):
-        for part in state:
-            yield from holds_ours(part)
-    elif isinstance(state, dict):
-        for part in state.values():
-            yield from holds_ours(part)
+    def _encoded_moments(
+        self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
+    ) -> Any:
+        values_of: dict[str, dict[str, Any]] = {slot: {} for slot in record.optax_fields}
+        counts: list[Any] = []
+        _map_moments(
+            plain,
+            record,
+            lambda slot, tree: values_of[slot].update(trees.named_leaves(tree)),
+            counts.append,
+            where,
+        )
+        if len({int(count) for count in counts}) > 1:
+            raise ValueError(
+                f"{where}: optax's state counts {sorted({int(c) for c in counts})} steps, in its "
+                "moments and its schedule, but this optimizer has one count for both. Set both to "
+                "the count to continue from, with optax.tree.set."
+            )
+        count = jnp.asarray(counts[0] if counts else 0, jnp.int32)
+        fields: dict[str, Any] = {"count": count}
+        for slot, values in values_of.items():
+            check_paths(slot, values, self.decisions.paths(slot), f"{where}.{slot}")
+            stored, scales = getattr(ours, slot), getattr(ours, f"{slot}_scale")
+            take = functools.partial(self.decisions.take_inside, slot=slot)
+            fields[slot], fields[f"{slot}_scale"] = _encoded(
+                stored, scales, values, take, ours.seed, count, f"{where}.{slot}"
+            )
+        return ours._replace(**fields)
+
+    def _compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
+        codes: dict[str, Any] = {}
+
+        def wide(slot: str, name: str, stored: optax.Params) -> Any:
+            codes[name] = stored
+            rows = zip(
+                jax.tree.leaves(stored),
+                jax.tree.leaves(self.decisions.values_of(slot, stored)),
+                jax.tree.leaves(ours.scales[name]),
+                strict=True,
+            )
+            # leaves without scales are stored unchanged
+            leaves = [values if jnp.ndim(scale) else leaf for leaf, values, scale in rows]
+            return jax.tree.unflatten(jax.tree.structure(stored), leaves)
+
+        inner = self.walk(coded_slots(ours, ours.inner_state, wide), plain, where)
+        counts = optax.tree.get_all_with_path(plain, "count")
+        count = jnp.asarray(counts[0][1] if counts else 0, jnp.int32)
+        scales: dict[str, Any] = {}
+
+        def encode(slot: str, name: str, values: optax.Params) -> Any:
+            take = functools.partial(self.decisions.take, slot=slot)
+            named = dict(trees.named_leaves(values))
+            result, scales[name] = _encoded(
+                codes[name], ours.scales[name], named, take, ours.seed, count, f"{where}.{slot}"
+            )
+            return result
+
+        return CompressedState(count, ours.seed, coded_slots(ours, inner, encode), scales)
+
+    def _decoded_moments(
+        self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
+    ) -> Any:
+        paths: dict[str, list[str]] = {slot: [] for slot in record.optax_fields}
+
+        def field_of(slot: str, like: optax.Params) -> Any:
+            paths[slot] += [path for path, _ in trees.named_leaves(like)]
+            take = functools.partial(self.decisions.take_inside, slot=slot)
+            return _decoded(getattr(ours, slot), getattr(ours, f"{slot}_scale"), like, take)
+
+        made = _map_moments(plain, record, field_of, lambda _: jnp.asarray(ours.count), where)
+        for slot, names in paths.items():
+            check_paths(slot, names, self.decisions.paths(slot), f"{where}.{slot}")
+        return made
+
+    def _decompressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
+        def decode(slot: str, name: str, codes: optax.Params) -> Any:
+            take = functools.partial(self.decisions.take, slot=slot)
+            return _decoded(codes, ours.scales[name], self.decisions.values_of(slot, codes), take)
+
+        return self.walk(coded_slots(ours, ours.inner_state, decode), plain, where)
 
 
-Visit = Callable[[str, Any], Any]
+def _is_ours(node: object) -> bool:
+    """Return whether a node is the state of an optimizer, or of a wrapper with another form."""
+    return type(node).__name__ in ("CompressedState", "SplitState") or record_of(node) is not None
 
 
-def map_optax(
+def _map_moments(
     plain: optax.OptState,
-    fields: Mapping[str, str | tuple[str, ...]],
-    of_field: Visit,
-    of_count: Visit,
+    record: OptimizerRecord,
+    of_slot: Callable[[str, Any], Any],
+    of_count: Callable[[jax.Array], Any],
     where: str,
-    constants: Sequence[str] = (),
 ) -> Any:
-    """Map functions over the moments and counts of an optax state.
+    """Map functions over the moments and counts of the state of one optimizer in optax.
 
     Args:
-      plain: the state of one optimizer, or of the links of a chain.
-      fields: slot -> its fields in optax, as in `OptimizerRecord.optax_fields`.
-      of_field: (slot, tree) -> tree, for each of `fields`.
-      of_count: (field, count) -> count.
+      plain: the state, or those of the links of a chain.
+      record: the optimizer's record.
+      of_slot: (slot, tree of a field) -> new tree.
+      of_count: count -> new count.
       where: names the state in errors.
-      constants: fields left unchanged, as in `OptimizerRecord.optax_constants`.
 
     Raises:
       ValueError: unless the state has each moment exactly once, and no other arrays.
     """
     slots = {
         field: slot
-        for slot, given in fields.items()
-        for field in ((given,) if isinstance(given, str) else given)
+        for slot, fields in record.optax_fields.items()
+        for field in ((fields,) if isinstance(fields, str) else fields)
     }
     seen: list[str] = []
     other: list[str] = []
@@ -282,10 +336,10 @@ def map_optax(
         name = f"{type(node).__name__}.{field}"
         if name in slots:
             seen.append(name)
-            return of_field(slots[name], value)
+            return of_slot(slots[name], value)
         if field == "count":
-            return of_count(field, value)
-        if name in constants:
+            return of_count(value)
+        if name in record.optax_constants:
             return value
         inside = jax.tree.leaves(value, is_leaf=_is_state)
         if inside and not any(map(_is_state, inside)):
@@ -371,8 +425,8 @@ class Decisions:
         """Return and remove the next decision for a leaf's slot."""
         return self._left[path, slot].pop(0)
 
-    def take_own(self, path: str, slot: str) -> context.Decision:
-        """Apply `take`, but return f32 for a slot that an outer `CompressedState` quantizes."""
+    def take_inside(self, path: str, slot: str) -> context.Decision:
+        """Return `take`, but f32 for a slot that a `CompressedState` around it quantizes."""
         if (path, slot) in self._outside:
             decision = self._all[path, slot]
             return dataclasses.replace(decision, form=None, codec=None, reason="coded outside")
@@ -382,9 +436,13 @@ class Decisions:
         """Return the paths of the leaves that have a slot."""
         return [path for path, name in self._all if name == slot]
 
-    def values_shape(self, path: str, slot: str) -> tuple[int, ...]:
-        """Return the shape of the values of a leaf's slot."""
-        return self._all[path, slot].values_shape
+    def values_of(self, slot: str, codes: Any) -> Any:
+        """Return the f32 values of a stored slot as shapes, in a tree like that of its codes."""
+        leaves = [
+            jax.ShapeDtypeStruct(self._all[path, slot].values_shape, jnp.float32)
+            for path, _ in trees.named_leaves(codes)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(codes), leaves)
 
     def code_outside(self, state: CompressedState) -> None:
         """Record that the quantized slots of this state are f32 to its inner states."""
@@ -392,7 +450,7 @@ class Decisions:
         def visit(slot: str, name: str, codes: Any) -> Any:
             del name
             self._outside.update((path, slot) for path, _ in trees.named_leaves(codes))
-            return codes
+            return ()
 
         coded_slots(state, state.inner_state, visit)
 
@@ -448,17 +506,82 @@ def coded_slots(
       inner: the state whose slots are replaced.
       function: (slot, key of its scales, value) -> new value.
     """
-    seen: collections.Counter[str] = collections.Counter()
+    seen: dict[str, None] = {}
 
     def visit(node: optax.OptState, field: str, value: Any) -> Any:
         del node
-        name = f"{field}_scale" + (f"_{seen[field]}" if seen[field] else "")
+        name = scale_name(field, seen)
         if name not in state.scales:
             return value
-        seen[field] += 1
+        seen[name] = None
         return function(field, name, value)
 
     return map_slots(visit, inner)
+
+
+def _encoded(
+    stored: Any,
+    scales: Any,
+    values: Mapping[str, jax.Array],
+    take: Callable[[str], context.Decision],
+    seed: jax.Array,
+    count: jax.Array,
+    where: str,
+) -> tuple[Any, Any]:
+    """Return a stored slot and its scales with other values.
+
+    Args:
+      stored: the slot; its leaves that are not in `values` are kept.
+      scales: its scales.
+      values: f32 values by path.
+      take: path -> how the optimizer stores the leaf.
+      seed: the state's seed.
+      count: number of steps so far.
+      where: names the slot in errors.
+    """
+    _, in_packs = packs.layout(stored)
+    pairs = []
+    rows = zip(trees.named_leaves(stored), jax.tree.leaves(scales), strict=True)
+    for (path, leaf), scale in rows:
+        if path not in values:  # this leaf does not have the slot
+            pairs.append((leaf, scale))
+            continue
+        names = in_packs.get(path, [path])
+        decisions = [take(name) for name in names]
+        for name, decision in zip(names, decisions, strict=True):
+            if values[name].shape not in (decision.shape, decision.values_shape):
+                raise ValueError(
+                    f"{where}: '{name}' has shape {values[name].shape} in optax's state and "
+                    f"{decision.shape} here: pass the parameters of the same run."
+                )
+        # the leaves of a pack share a format, and the random bits of its name
+        x = packs.join([values[name] for name in names]) if path in in_packs else values[path]
+        pairs.append(encode_leaf(decisions[0], x, leaf, seed, count))
+    columns = zip(*pairs, strict=True) if pairs else ((), ())
+    codes, new_scales = (
+        jax.tree.unflatten(jax.tree.structure(tree), column)
+        for tree, column in zip((stored, scales), columns, strict=True)
+    )
+    return codes, new_scales
+
+
+def _decoded(stored: Any, scales: Any, like: Any, take: Callable[[str], context.Decision]) -> Any:
+    """Return the f32 values of a stored slot, in a tree like `like`, whose leaves may be fewer."""
+    wanted = dict(trees.named_leaves(like))
+    _, in_packs = packs.layout(stored)
+    values = []
+    rows = zip(trees.named_leaves(stored), jax.tree.leaves(scales), strict=True)
+    for (path, leaf), scale in rows:
+        if path in wanted:
+            decision, shape = take(path), wanted[path].shape
+            if path in in_packs:
+                shape = (sum(math.prod(wanted[name].shape) for name in in_packs[path]),)
+                decision = dataclasses.replace(decision, shape=shape)
+            leaf = decode_leaf(decision, leaf, scale, shape)
+        values.append(leaf)
+    named = packs.unpacked(array_metadata.like(stored, values), wanted)
+    leaves = [named[path].astype(leaf.dtype) for path, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 # ---- from optax ----------------------------------------------------------------------------------
@@ -514,100 +637,7 @@ def from_optax(
     """
     weights, empty = init(tx, params, dtype, seed=seed, allow_rounding=allow_rounding)
     _, decisions = context.dry_run(tx, weights)
-    return weights, _Encoder(decisions).walk(empty, optax_state)
-
-
-class _Encoder(Converter):
-    def choose(self, ours: optax.OptState, plain: optax.OptState) -> tuple[Any, Any]:
-        return ours, plain
-
-    def split(self, ours: optax.OptState, inner: optax.OptState) -> Any:
-        return ours._replace(inner_state=inner)
-
-    def moments(
-        self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
-    ) -> Any:
-        values_of: dict[str, dict[str, Any]] = {slot: {} for slot in record.optax_fields}
-        counts: list[Any] = []
-
-        def read(slot: str, tree: optax.Params) -> None:
-            values_of[slot].update(trees.named_leaves(tree))
-
-        def count_of(field: str, count: jax.Array) -> None:
-            del field
-            counts.append(count)
-
-        map_optax(plain, record.optax_fields, read, count_of, where, record.optax_constants)
-        if len({int(count) for count in counts}) > 1:
-            raise ValueError(
-                f"{where}: optax's state counts {sorted({int(c) for c in counts})} steps, in its "
-                "moments and its schedule, but this optimizer has one count for both. Set both to "
-                "the count to continue from, with optax.tree.set."
-            )
-        count = jnp.asarray(counts[0] if counts else 0, jnp.int32)
-        fields: dict[str, Any] = {"count": count}
-        for slot, values in values_of.items():
-            like, old_scales = getattr(ours, slot), jax.tree.leaves(getattr(ours, f"{slot}_scale"))
-            check_paths(slot, values, self.decisions.paths(slot), f"{where}.{slot}")
-            pairs, (_, in_packs) = [], packs.layout(like)
-            for (path, leaf), scale in zip(trees.named_leaves(like), old_scales, strict=True):
-                if path not in values:  # this leaf does not have the slot
-                    pairs.append((leaf, scale))
-                    continue
-                own = []
-                for name in in_packs.get(path, [path]):
-                    decision = self.decisions.take_own(name, slot)
-                    if values[name].shape not in (decision.shape, decision.values_shape):
-                        raise ValueError(
-                            f"{where}.{slot}: '{name}' has shape {values[name].shape} in optax's "
-                            f"state and {decision.shape} here: pass the parameters of the same "
-                            "run."
-                        )
-                    own.append((decision, values[name]))
-                decision, x = own[0]
-                if path in in_packs:  # its leaves share a format, and the random bits of its name
-                    x = packs.join([values for _, values in own])
-                pairs.append(encode_leaf(decision, x, leaf, ours.seed, count))
-            treedef = jax.tree.structure(like)
-            fields[slot] = jax.tree.unflatten(treedef, [codes for codes, _ in pairs])
-            scales: Any = jax.tree.structure(getattr(ours, f"{slot}_scale"))
-            fields[f"{slot}_scale"] = scales.unflatten([scale for _, scale in pairs])
-        return ours._replace(**fields)
-
-    def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
-        def wide(slot: str, name: str, codes: optax.Params) -> Any:
-            rows = zip(trees.named_leaves(codes), jax.tree.leaves(ours.scales[name]), strict=True)
-            # leaves with scales have the shape and dtype before encoding; others are unchanged
-            leaves = [
-                jax.ShapeDtypeStruct(self.decisions.values_shape(path, slot), jnp.float32)
-                if jnp.ndim(scales)
-                else leaf
-                for (path, leaf), scales in rows
-            ]
-            return jax.tree.unflatten(jax.tree.structure(codes), leaves)
-
-        self.decisions.code_outside(ours)
-        inner = self.walk(coded_slots(ours, ours.inner_state, wide), plain, where)
-        counts = optax.tree.get_all_with_path(plain, "count")
-        count = jnp.asarray(counts[0][1] if counts else 0, jnp.int32)
-        scales: dict[str, Any] = {}
-
-        def encode(slot: str, name: str, values: optax.Params) -> Any:
-            like = stored[name]
-            pairs = [
-                encode_leaf(self.decisions.take(path, slot), x, leaf, ours.seed, count)
-                for (path, x), leaf in zip(
-                    trees.named_leaves(values), jax.tree.leaves(like), strict=True
-                )
-            ]
-            treedef = jax.tree.structure(values)
-            kept: Any = jax.tree.structure(ours.scales[name])
-            scales[name] = kept.unflatten([scale for _, scale in pairs])
-            return jax.tree.unflatten(treedef, [codes for codes, _ in pairs])
-
-        stored: dict[str, Any] = {}
-        coded_slots(ours, ours.inner_state, lambda _, name, codes: stored.setdefault(name, codes))
-        return CompressedState(count, ours.seed, coded_slots(ours, inner, encode), scales)
+    return weights, _Converter(decisions, to_optax=False).walk(empty, optax_state)
 
 
 # ---- to optax ------------------------------------------------------------------------------------
@@ -654,7 +684,7 @@ def to_optax(
     _, decisions = context.dry_run(tx, params)
     chosen = counterpart(tx, params) if plain is None else plain
     abstract = jax.eval_shape(chosen.init, masters)
-    result = _Decoder(decisions).walk(state, abstract)
+    result = _Converter(decisions, to_optax=True).walk(state, abstract)
     return masters, _filled(result, chosen, masters)
 
 
@@ -669,55 +699,3 @@ def _filled(
         for index, leaf in zip(left, made, strict=True):
             leaves[index] = leaf
     return jax.tree.unflatten(treedef, leaves)
-
-
-class _Decoder(Converter):
-    def choose(self, ours: optax.OptState, plain: optax.OptState) -> tuple[Any, Any]:
-        return plain, ours
-
-    def split(self, ours: optax.OptState, inner: optax.OptState) -> Any:
-        return inner
-
-    def moments(
-        self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
-    ) -> Any:
-        results: dict[str, dict[str, Any]] = {slot: {} for slot in record.optax_fields}
-
-        def field_of(slot: str, like: optax.Params) -> Any:
-            wanted = dict(trees.named_leaves(like))
-            results[slot].update(wanted)
-            tree, scales_of = getattr(ours, slot), jax.tree.leaves(getattr(ours, f"{slot}_scale"))
-            _, in_packs = packs.layout(tree)
-            stored = []
-            for (path, codes), scales in zip(trees.named_leaves(tree), scales_of, strict=True):
-                if path not in wanted:
-                    stored.append(codes)
-                    continue
-                decision, shape = self.decisions.take_own(path, slot), wanted[path].shape
-                if path in in_packs:
-                    shape = (sum(math.prod(wanted[name].shape) for name in in_packs[path]),)
-                    decision = dataclasses.replace(decision, shape=shape)
-                stored.append(decode_leaf(decision, codes, scales, shape))
-            values = packs.unpacked(array_metadata.like(tree, stored), wanted)
-            leaves = [values[path].astype(leaf.dtype) for path, leaf in wanted.items()]
-            return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-        made = map_optax(
-            plain, record.optax_fields, field_of, lambda *_: jnp.asarray(ours.count), where,
-            record.optax_constants,
-        )  # fmt: skip
-        for slot, wanted in results.items():
-            check_paths(slot, wanted, self.decisions.paths(slot), f"{where}.{slot}")
-        return made
-
-    def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
-        def decode(slot: str, name: str, codes: optax.Params) -> Any:
-            rows = zip(trees.named_leaves(codes), jax.tree.leaves(ours.scales[name]), strict=True)
-            values = []
-            for (path, leaf), scales in rows:
-                decision = self.decisions.take(path, slot)
-                values.append(decode_leaf(decision, leaf, scales, decision.values_shape))
-            return jax.tree.unflatten(jax.tree.structure(codes), values)
-
-        self.decisions.code_outside(ours)
-        return self.walk(coded_slots(ours, ours.inner_state, decode), plain, where)

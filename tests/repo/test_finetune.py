@@ -1,0 +1,269 @@
+"""The fine-tuning example: as a user runs it, killed and resumed, with adapters; and its data."""
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import optax_lowmem as lowmem
+from tests.compilation import QUICK_FLAGS
+from tests.contract_cases import assert_same
+from tests.repo.test_examples import ROOT, example, run_script  # noqa: F401 (a fixture)
+
+TINY = ROOT / "tests/golden/huggingface"
+TEMPLATE = (
+    "{% for m in messages %}{{ '^' + m['role'][0] + m['content'] + '$' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '^a' }}{% endif %}"
+)
+CHARACTERS = "_$^abcdefghijklmnopqrstuvwxyz .?0123456789"  # `$` ends a message
+FACTS = [("what is the colour of the sky?", "blue."), ("how many legs has a cat?", "4."),
+         ("and a bird?", "2."), ("what do cats drink?", "milk.")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Llama as transformers writes it, with a tokenizer of characters, and a chat."""
+    from tokenizers import Tokenizer, models
+
+    out = tmp_path_factory.mktemp("tiny")
+    shutil.copytree(TINY / "llama", out, dirs_exist_ok=True)
+    vocab = {character: number for number, character in enumerate(CHARACTERS)}
+    Tokenizer(models.BPE(vocab, [], unk_token="_")).save(str(out / "tokenizer.json"))
+    (out / "chat_template.jinja").write_text(TEMPLATE)
+    end = json.dumps({"eos_token_id": CHARACTERS.index("$")})
+    (out / "generation_config.json").write_text(end)
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in FACTS * 12
+    ]
+    (out / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return out
+
+
+def flags(folder, out, more=""):
+    chosen = f"--model {folder} --data {folder}/chat.jsonl --out {out} --sequence 95 --batch 4"
+    return f"{chosen} --steps 12 --lr 0.02 --held-out 0.1 --evaluate-every 6 {more}".split()
+
+
+@pytest.fixture(autouse=True)
+def finetune(example):  # noqa: F811
+    return example("finetune")
+
+
+def log_of(out):
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def losses(out, name="loss"):
+    return [row[name] for row in log_of(out) if name in row]
+
+
+def test_killed_and_resumed(folder, tmp_path):
+    """As a user runs it: after SIGKILL the log and the model have the bits of a whole run."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    prompt = ["--prompt", "what do cats drink?", "--tokens", "6"]
+    done = run_script("finetune.py", *flags(folder, whole), *prompt)
+    assert done.returncode == 0, done.stderr
+    assert "after 12 steps" in done.stdout and "0.0M trained parameters" in done.stdout
+    answers = [row["answer"] for row in log_of(whole) if "answer" in row]
+    assert len(answers) == 2 and answers[0] != answers[1]
+    assert (whole / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    resumed = [*flags(folder, killed, "--save-every 2 --resume"), *prompt]
+    command = [sys.executable, "examples/finetune.py", *resumed]
+    where = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_FLAGS}
+    process = subprocess.Popen(command, cwd=ROOT, env=where, stderr=subprocess.PIPE)
+    log = killed / "log.jsonl"
+    while not log.exists() or log.read_text().count("\n") < 7:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    assert 2 <= lowmem.checkpoint.latest_step(killed / "checkpoints") < 12
+    assert run_script("finetune.py", *resumed).returncode == 0
+    for one, other in zip(log_of(whole), log_of(killed), strict=True):
+        for row in (one, other):
+            row.pop("seconds", None), row.pop("tokens_per_s", None)
+        assert one == other
+    weights = "model/model.safetensors"
+    assert (whole / weights).read_bytes() == (killed / weights).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """Runs the example with more flags, each run once: their folder, and the run."""
+    runs = {}
+
+    def run(more=""):
+        if more not in runs:
+            out = tmp_path_factory.mktemp("run")
+            runs[more] = out, importlib.import_module("finetune").main(flags(folder, out, more))
+        return runs[more]
+
+    return run
+
+
+def weights_of(file):
+    from safetensors.numpy import load_file
+
+    return load_file(file)
+
+
+def test_signals(finetune, folder, trained, tmp_path, monkeypatch):
+    """SIGUSR1 saves and SIGTERM saves and stops, at any step; the bits are those of a whole run."""
+    advance = finetune.Run.advance
+
+    def signalled(run):
+        sent = {2: signal.SIGUSR1, 5: signal.SIGTERM}.get(run.step)
+        if sent:
+            signal.raise_signal(sent)
+        return advance(run)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as stopped:
+        patched.setattr(finetune.Run, "advance", signalled)
+        finetune.main(flags(folder, tmp_path))
+    assert stopped.value.code == finetune.INTERRUPTED
+    assert sorted(
+        int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()
+    ) == [3, 6]
+    assert signal.getsignal(signal.SIGTERM) == before
+    with pytest.raises(SystemExit, match="has a run at step 6: add --resume"):
+        finetune.main(flags(folder, tmp_path))
+    with pytest.raises(SystemExit, match="a run with seed 0, not 1"):
+        finetune.main(flags(folder, tmp_path, "--resume --seed 1"))
+    rest = finetune.main(flags(folder, tmp_path, "--resume"))
+    out, whole = trained()
+    assert_same((rest.trained, rest.state), (whole.trained, whole.state))
+    assert losses(tmp_path) == losses(out)
+
+
+def test_learns_the_answers(trained):
+    out, run = trained()
+    assert losses(out)[-1] < 0.5 * losses(out)[0]
+    first, *_, last = losses(out, "validation_loss")
+    assert last < 0.5 * first and len(losses(out, "validation_loss")) == 3
+    row = log_of(out)[1]
+    assert row["gradient_norm"] > 0 and row["learning_rate"] == 0 and row["tokens_per_s"] > 0
+    saved = weights_of(out / "model/model.safetensors")
+    up = run.trained["layers"]["mlp"]["up_proj"]["kernel"]
+    np.testing.assert_array_equal(saved["model.layers.1.mlp.up_proj.weight"], up[1].T)
+
+
+@pytest.mark.parametrize(
+    ("flag", "gap"),
+    [
+        ("--micro-batch 2", 0.02),  # gradients rounded to bf16
+        pytest.param("--optimizer optax.adamw", 0.05, marks=pytest.mark.full),
+    ],
+)
+def test_losses_of_the_ordinary_run(trained, flag, gap):
+    found = losses(trained(flag)[0])
+    assert found == pytest.approx(losses(trained()[0]), rel=gap) and found != losses(trained()[0])
+
+
+def test_gradient_release(trained):
+    ordinary, released = (losses(trained(flag)[0]) for flag in ("--clip 0", "--release"))
+    assert released == pytest.approx(ordinary, rel=0.02)
+
+
+def test_adapters(folder, trained):
+    """They alone are trained; merged, they change the matrices that they adapt."""
+    out, run = trained("--lora q_proj,up_proj --rank 2")
+    assert losses(out)[-1] < 0.9 * losses(out)[0]
+    assert sum(p.size for p in jax.tree.leaves(run.trained)) == 2 * 2 * (16 + 64 + 16 + 24)
+    before, after = (weights_of(f / "model.safetensors") for f in (folder, out / "model"))
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    assert changed == {n for n in before if "q_proj" in n or "up_proj" in n}
+    a, b = (
+        weights_of(out / "adapter/adapter_model.safetensors")[
+            f"base_model.model.model.layers.0.mlp.up_proj.lora_{name}.weight"
+        ]
+        for name in "AB"
+    )
+    name = "model.layers.0.mlp.up_proj.weight"
+    merged = before[name].astype(np.float32) + 2 * b @ a
+    np.testing.assert_allclose(after[name].astype(np.float32), merged, rtol=2**-8)
+
+
+def test_frozen_weights(folder, trained):
+    out, _ = trained("--freeze embed_tokens|layers/0/")
+    before, after = (weights_of(f / "model.safetensors") for f in (folder, out / "model"))
+    same = {name for name in before if (before[name] == after[name]).all()}
+    assert same == {n for n in before if "embed" in n or "layers.0." in n}
+
+
+def test_what_fits_a_budget(finetune, folder, tmp_path):
+    """The micro-batch of a budget, and what is said where none fits."""
+
+    def chosen(more):
+        args = finetune.parse_arguments(flags(folder, tmp_path, more))
+        return finetune.micro_batch(args)
+
+    assert chosen("") == chosen("--budget 1GiB") == 4
+    assert [chosen(f"--budget {size}MB") for size in (0.3, 0.45)] == [1, 2]
+    with pytest.raises(SystemExit, match="--batch 4 does not fit") as stopped:
+        chosen("--budget 0.3MB --release")
+    assert "This fits: --batch 1" in str(stopped.value)
+    with pytest.raises(SystemExit, match="Nothing fits"):
+        chosen("--budget 0.1MB")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": 1', "line 2: JSONDecodeError"),
+        ('{"prompt": "a"}', "line 2: KeyError: 'text'"),
+        ('{"messages": [{"content": "a"}]}', "line 2: UndefinedError"),
+    ],
+)
+def test_wrong_lines(finetune, folder, tmp_path, line, message):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "abc"}\n' + line + "\n")
+    given = f"--model {folder} --data {data} --out {tmp_path / 'out'}"
+    with pytest.raises(SystemExit, match=message):
+        finetune.main(given.split())
+
+
+def test_packed_rows(example, folder):  # noqa: F811
+    """Answers count, questions do not; rows are full, and every token is in one of them."""
+    texts = example("_llama.texts")
+    of_folder = texts.Texts(folder)
+    ids, answers = of_folder.of_chat(
+        [
+            {"role": "user", "content": "ab"},
+            {"role": "assistant", "content": "cd"},
+            {"role": "user", "content": "e"},
+            {"role": "assistant", "content": "f"},
+        ]
+    )
+    text = "".join(CHARACTERS[i] for i in ids)
+    assert text == "^uab$^acd$^ue$^af$"
+    shown = [c if counted else "-" for c, counted in zip(text, answers, strict=True)]
+    assert "".join(shown) == "-------cd$------f$"
+    assert of_folder.of_text("ab") == ([3, 4, 1], [True] * 3)
+    some = [([n] * size, [True] * size) for n, size in enumerate((5, 3, 9, 2, 4), 1)]
+    rows = texts.packed(some, 7)
+    assert rows.tokens.shape == (3, 8)
+    numbers, counts = np.unique(rows.tokens[rows.tokens > 0], return_counts=True)
+    assert dict(zip(numbers.tolist(), counts.tolist(), strict=True)) == {
+        1: 5,
+        2: 3,
+        3: 8,
+        4: 2,
+        5: 4,
+    }
+    for row, segments, weights in zip(rows.tokens, rows.segments, rows.weights, strict=True):
+        texts_in = [row[segments == number] for number in range(1, segments.max() + 1)]
+        assert all(len(set(one.tolist())) == 1 for one in texts_in)
+        assert weights.sum() == sum(len(one) - 1 for one in texts_in)
+    epochs = [texts.batch_rows(6, 4, 0, step) for step in range(3)]
+    first, second = np.split(np.concatenate(epochs), 2)
+    assert sorted(first) == sorted(second) == list(range(6)) and list(first) != list(second)
