@@ -45,7 +45,7 @@ def start(trainer):
     weight = example.loss_weight.broadcast_axis(BATCH)
     tokens = hax.named(common.tokens(BATCH.size, 32, VOCABULARY.size), (BATCH, CONFIG.max_Pos))
     example = dataclasses.replace(example, tokens=tokens, loss_weight=weight)
-    key = jax.random.key(0)
+    key = jax.random.PRNGKey(0)  # Levanter saves no typed keys
     init = lambda: CONFIG.build(VOCABULARY, key=key)  # noqa: E731
     return example, trainer.initial_state(key, model_init=init)
 
