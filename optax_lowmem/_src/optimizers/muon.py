@@ -184,8 +184,8 @@ def _coefficients(ns_coeffs: Any, ns_steps: int) -> Coefficients:
     """Return (a, b, c) of each iteration."""
     if type(ns_steps) is not int or ns_steps < 1:
         raise TypeError(
-            f"ns_steps must be an int of at least 1 known when tracing, got {ns_steps!r}. Inside "
-            "inject_hyperparams, list it in static_args."
+            f"ns_steps must be an int of at least 1 known when tracing, got {ns_steps!r}. Use "
+            "lowmem.inject_hyperparams, which does not inject it, or list it in static_args."
         )
     given = ns_coeffs
     if isinstance(ns_coeffs, str):
