@@ -1,7 +1,6 @@
 """The fused step on a GPU: against the reference there, in place, and wherever it is called."""
 
 import functools
-import importlib
 import math
 
 import jax
@@ -15,6 +14,7 @@ from optax_lowmem._src.core import context, numerics
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.lion import LionRule
 from optax_lowmem._src.step import choose, tuning
+from optax_lowmem._src.step.gpu.kernel import launch
 from tests import launch_cases, tolerances
 from tests.contract_cases import pairwise
 from tests.step.test_step_backends import OPTIONS, STORED
@@ -38,8 +38,7 @@ def kernel(gpu_backend):
 
 
 def launcher(kernel):
-    name = {"pallas": "pallas_triton", "triton": "jax_triton"}[kernel]
-    return importlib.import_module(f"optax_lowmem._src.step.gpu.{name}").launch
+    return functools.partial(launch, backend=kernel)
 
 
 def build(optimizer, **storage):

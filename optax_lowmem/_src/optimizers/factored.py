@@ -63,7 +63,7 @@ class Factorable:
         if size is not None and (not is_int(size) or size < 1):
             raise ValueError(
                 "min_dim_size_to_factor must be an int of at least 1, known when tracing, or None; "
-                f"got {size!r}. Inside inject_hyperparams, list it in static_args."
+                f"got {size!r}. Use lowmem.inject_hyperparams, or list it in static_args."
             )
 
     def infer(self, params: optax.Params) -> dict[str, Block]:

@@ -62,7 +62,7 @@ def choose(
     if not plan.quantized and (math.prod(plan.shape) > _SMALL or tpu):
         return "xla", _ELEMENTWISE  # on a TPU also small leaves: it has no launch cost
     if tpu:
-        reason_against = platform.no_tpu_kernel_reason(g)
+        reason_against = platform.explicit_axes_reason(g)
         reason = reason_against or _unsupported(_TPU, rule, plan)
         if reason is None:
             return _TPU, "fused kernel"

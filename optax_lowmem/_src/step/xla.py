@@ -22,6 +22,7 @@ from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.batch import Leaf, LeafBatch, LeafState, Result
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
+from optax_lowmem._src.step.scopes import scope
 
 # traced once per shape and plan: tracing it per leaf would dominate the tracing time
 plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan", "two_passes"))
@@ -37,7 +38,8 @@ def step(rule: UpdateRule, batch: LeafBatch) -> list[Result]:
         like, treedef = jax.tree.flatten(leaf.result_like)
         work = functools.partial(_step, rule, batch.plans[i].nameless, batch.numbers[i])
         shardings = list(map(explicit.sharding_of, like))
-        arrays = explicit.left_to_xla(work, shardings, leaf, batch.h(i), batch.keys, number)
+        with scope([batch.plans[i].path], "xla"):
+            arrays = explicit.left_to_xla(work, shardings, leaf, batch.h(i), batch.keys, number)
         results.append(jax.tree.unflatten(treedef, arrays))
     return results
 
