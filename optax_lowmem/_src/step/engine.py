@@ -166,19 +166,16 @@ class Engine(StateFormat):
         Raises:
           ValueError: if the step needs the parameters, with the reason.
         """
-        reason = None
-        narrow_masters = self.storage.master_weight_bits is not None
+        reason, named = None, trees.named_leaves(updates)
+        narrow = [(name, g) for name, g in named if numerics.is_narrow(jnp.result_type(g))]
         corrected = [name for name, c in trees.named_leaves(state.correction) if jnp.ndim(c)]
-        corrected += [
-            name
-            for name, g in trees.named_leaves(updates)
-            if narrow_masters and not jnp.ndim(g) and numerics.is_narrow(jnp.result_type(g))
-        ]
+        if self.storage.master_weight_bits is not None:
+            corrected += [name for name, g in narrow if not jnp.ndim(g)]
         if corrected:
             reason = f"the state corrects the 16-bit weight '{corrected[0]}'"
         elif "decay" in h or "l2" in h:
             reason = "weight decay uses its value"
-        elif rounds_weights(self.storage) and any(map(_is_narrow, jax.tree.leaves(updates))):
+        elif rounds_weights(self.storage) and narrow:
             reason = "stochastic rounding of 16-bit weights uses its value"
         elif self.storage.update_dtype == "param":
             reason = "update_dtype='param' uses its dtype"
@@ -188,10 +185,6 @@ class Engine(StateFormat):
 
 
 # ---- the leaves of a step ------------------------------------------------------------------------
-
-
-def _is_narrow(x: jax.Array) -> bool:
-    return numerics.is_narrow(jnp.result_type(x))
 
 
 @compiled
