@@ -247,20 +247,20 @@ def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
     for i, plan in enumerate(batch.plans):
         parts.setdefault(rule.for_leaf(plan.matrices), []).append(i)
     results: list[Any] = [None] * len(batch)
-    for own, indices in parts.items():
+    for leaf_rule, indices in parts.items():
         part = batch
         if parts.keys() != {rule}:
             part = batch.take(indices).with_keys_in_order()
             h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
             part = part.replace(hyperparameters=h)
         shared = part.shared
-        if own.prepares in ("leaf", "blocks"):
-            part, shared = prepare_leaves(own, part)
+        if leaf_rule.prepares in ("leaf", "blocks"):
+            part, shared = prepare_leaves(leaf_rule, part)
         part = part.replace(shared=[], shared_keys=None)
-        if isinstance(own, MatrixRule):
-            stepped = matrices.step_leaves(own, part)
+        if isinstance(leaf_rule, MatrixRule):
+            stepped = matrices.step_leaves(leaf_rule, part)
         else:
-            stepped = fused_updates(own, part)
+            stepped = fused_updates(leaf_rule, part)
         for i, (update, state), of_blocks in zip(indices, stepped, shared, strict=True):
             results[i] = update, state, of_blocks
     updates, states, shared = ([row[i] for row in results] for i in range(3))

@@ -42,8 +42,8 @@ class StateFormat:
             names = {slot.name for slot in (*plan.slots, *plan.shared)}
             for name, x in other.items():
                 if name.removesuffix("_scale") in names:  # on Explicit axes, as steps shard it
-                    own = explicit.of_state(plan.path, leaf, x.shape, plan.group_size)
-                    x = explicit.reshard(x, own)  # noqa: PLW2901
+                    sharding = explicit.of_state(plan.path, leaf, x.shape, plan.group_size)
+                    x = explicit.reshard(x, sharding)  # noqa: PLW2901
                 row[name] = x
             if plan.split is not None:
                 row["correction"] = initial_correction(plan.split, plan.path, leaf)
