@@ -310,12 +310,14 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
         if path not in settled and getattr(leaf, "dtype", None) in (jnp.bfloat16, jnp.float16)
     ]
     cut = _cut_groups(params, decisions)
-    steps = tuple(
-        dataclasses.replace(d, reason="; ".join([d.reason, *cut.get(d.path, ())]))
-        for d in result
-        if d.slot == "step"
-    )
-    return Explanation(tuple(decisions), steps, tuple(warnings))
+    steps = []
+    for decision in result:
+        if decision.choose is not None:
+            form, reason = decision.choose()
+            reasons = filter(None, [reason, decision.reason, *cut.get(decision.path, ())])
+            step = dataclasses.replace(decision, form=form, reason="; ".join(reasons), choose=None)
+            steps.append(step)
+    return Explanation(tuple(decisions), tuple(steps), tuple(warnings))
 
 
 def _cut_groups(params: optax.Params, decisions: list[context.Decision]) -> dict[str, list[str]]:
