@@ -125,12 +125,12 @@ class MuonRule(UpdateRule):
 
     slots: ClassVar[tuple[Slot, ...]] = (
         Slot("mu", signed=True),
-        Slot("nu", signed=False, of_rest=True),
+        Slot("nu", signed=False, skips_matrices=True),
     )
     state_type = FlashMuonState
     prepares = "matrices"
 
-    def of_leaf(self, matrices: Matrices | None) -> UpdateRule:
+    def for_leaf(self, matrices: Matrices | None) -> UpdateRule:
         """Return the rule for a leaf; `matrices` is None if it is not a matrix."""
         return self.rest if matrices is None else self.of_matrix
 
@@ -147,8 +147,10 @@ class MuonRule(UpdateRule):
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Raise an error: each leaf is updated by the rule that `of_leaf` returns."""
-        raise NotImplementedError("MuonRule has no update of its own: use of_leaf(matrices).update")
+        """Raise an error: each leaf is updated by the rule that `for_leaf` returns."""
+        raise NotImplementedError(
+            "MuonRule has no update of its own: use for_leaf(matrices).update"
+        )
 
 
 def _of_step(
@@ -182,8 +184,8 @@ def _coefficients(ns_coeffs: Any, ns_steps: int) -> Coefficients:
     """Return (a, b, c) of each iteration."""
     if type(ns_steps) is not int or ns_steps < 1:
         raise TypeError(
-            f"ns_steps must be an int of at least 1 known when tracing, got {ns_steps!r}. Inside "
-            "inject_hyperparams, list it in static_args."
+            f"ns_steps must be an int of at least 1 known when tracing, got {ns_steps!r}. Use "
+            "lowmem.inject_hyperparams, which does not inject it, or list it in static_args."
         )
     given = ns_coeffs
     if isinstance(ns_coeffs, str):

@@ -47,7 +47,7 @@ def layer_plan(rule: UpdateRule, plan: LeafPlan, layers: int, per_layer: bool) -
 
 
 def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
-    rule = rule.of_leaf(plan.matrices)
+    rule = rule.for_leaf(plan.matrices)
     measures = rule.prepares == "leaf" or (isinstance(rule, MatrixRule) and rule.of_whole_leaf)
     if measures and not per_layer:
         return (
@@ -62,7 +62,7 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
     place = context.placement(plan.path)
     if place is not None and place.parts(0) > 1:
         return f"axis 0 is sharded ({place.spec}). Shard another axis."
-    if plan.grouped and len(plan.shape) == 1:
+    if plan.quantized and len(plan.shape) == 1:
         return (
             "its only axis is the layer axis, so groups of codes span layers. Leave it "
             f"uncompressed: Policy(exclude=('{plan.path}',))."
@@ -76,7 +76,8 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
         if len(block.parts) > 1:
             instead = f"min_dim_size_to_factor={plan.shape[0] + 1}"
         return (
-            f"the layers share a second moment ({block.words or f'a mean over {block.axes}'}). "
+            "the layers share a second moment "
+            f"({block.description or f'a mean over {block.axes}'}). "
             f"Give each layer a separate one: {instead}."
         )
     values = block.values((1, *plan.shape[1:]))
@@ -171,7 +172,7 @@ class Run:
     ) -> "Run":
         """Start a step; raise ValueError if a leaf of a stack cannot be stepped layer by layer."""
         trees.check_state(state, engine.rule.state_type)
-        plans = engine.plans(params, state, direct=True)
+        plans = engine.plans(params, state, returns_params=True)
         parts = take_apart(params, tuple(model.layers))
         of_layers = {
             i: layer_plan(engine.rule, plans[i], stack.layers, per_layer)

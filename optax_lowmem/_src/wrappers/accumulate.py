@@ -67,7 +67,10 @@ def accumulate_gradients(
       >>> tx = lowmem.accumulate_gradients(lowmem.flash_adamw(3e-4), every=8, into="bfloat16")
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every must be a number of micro-batches, at least 1, got {every!r}")
+        raise ValueError(
+            f"every must be a number of micro-batches, at least 1, got {every!r}. To inject "
+            "hyperparameters, use lowmem.inject_hyperparams."
+        )
     if into == "bfloat16":
         work = _Buffered(trees.wrapped(tx), every, seed)
         return optax.GradientTransformationExtraArgs(work.init, work.update)

@@ -282,7 +282,7 @@ class Compressor:
         )  # fmt: skip
         compressed = decision.codec is not None
         if block is not None:  # described as by optimizers that store block-wise slots themselves
-            form = f"{decision.form or 'f32'}, {block.words or 'a value a block'}"
+            form = f"{decision.form or 'f32'}, {block.description or 'a value a block'}"
             reason = "; ".join(filter(None, [block.reason, unpackable]))
             decision = dataclasses.replace(decision, form=form, reason=reason, block=block)
         context.record(decision)

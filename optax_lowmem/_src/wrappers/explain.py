@@ -312,11 +312,14 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
     cut = _cut_groups(params, decisions)
     steps = []
     for decision in result:
-        if decision.choose is not None:
-            form, reason = decision.choose()
-            reasons = filter(None, [reason, decision.reason, *cut.get(decision.path, ())])
-            step = dataclasses.replace(decision, form=form, reason="; ".join(reasons), choose=None)
-            steps.append(step)
+        if decision.choose is None:
+            continue
+        form, reason = decision.choose()
+        reasons = [reason, decision.reason]
+        if form != "xla" and jax.device_count() > 1:
+            reasons.append("on several devices as lowmem.implementations(compiled) says")
+        reason = "; ".join(filter(None, [*reasons, *cut.get(decision.path, ())]))
+        steps.append(dataclasses.replace(decision, form=form, reason=reason, choose=None))
     return Explanation(tuple(decisions), tuple(steps), tuple(warnings))
 
 
