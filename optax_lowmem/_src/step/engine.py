@@ -4,6 +4,7 @@ A step plans the leaves, unpacks the state, steps the leaves and packs the new s
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -83,7 +84,8 @@ class Engine(StateFormat):
         plans = self.plans(params)
         for plan in plans:
             rule = self.rule.for_leaf(plan.matrices)
-            context.record(context.Decision(plan.path, "step", *choose(rule, plan)))
+            step = functools.partial(choose, rule, plan)
+            context.record(context.Decision(plan.path, "step", None, "", choose=step))
         warn_of_patterns(self.storage.policy, params)
         if self.structure is not None:
             self.structure.warn(params)

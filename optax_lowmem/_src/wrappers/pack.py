@@ -160,9 +160,8 @@ def _of_leaves(
         if decision.slot != "step":
             continue
         leaves = packs.get(decision.path, [decision.path])
-        reason = decision.reason
-        if len(leaves) > 1:
-            reason += f"; in one vector with {len(leaves) - 1} other small leaves"
+        others = len(leaves) - 1
+        reason = f"in one vector with {others} other small leaves" if others else ""
         for leaf in leaves:
             by_path[leaf].append(dataclasses.replace(decision, path=leaf, reason=reason))
     for plan in plans:
