@@ -73,8 +73,12 @@ def _body(
     """Run `body` for the leaf that a program belongs to, with the program's index in the leaf."""
     count = len(arrays) // 2
     leaf, tile = _divmod(program.index(), each)
-    pairs = list(zip(arrays[:count], arrays[count:], strict=True))
-    program.with_one(leaf, pairs, functools.partial(body, program, tile, scale_at))
+    program.with_one(
+        leaf,
+        range(count),
+        lambda i, _: (arrays[i], arrays[count + i]),
+        lambda pair: body(program, tile, scale_at, *pair),
+    )
 
 
 def _divmod(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
@@ -234,7 +238,8 @@ def _factors_body(between: int, rows: int, program: Program, *arrays: Operand) -
     leaf, rest = _divmod(program.index(), tiles * matrices)
     matrix, tile = _divmod(rest, tiles)
 
-    def run(v_at: Operand, share_at: Operand, columns_at: Operand) -> None:
+    def run(chosen: tuple[Operand, ...]) -> None:
+        v_at, share_at, columns_at = chosen
         all_rows = lax.iota(jnp.int32, next_power_of_two(rows))
         r = v_at.load(jnp.full_like(all_rows, matrix), all_rows, mask=all_rows < rows)
         mean = jnp.sum(r * jnp.float32(1 / rows))
@@ -247,4 +252,4 @@ def _factors_body(between: int, rows: int, program: Program, *arrays: Operand) -
         inside = (lane >= rows) & (lane < width)
         columns_at.store(jnp.full_like(lane, matrix), column, values=v, mask=inside)
 
-    program.with_one(leaf, [arrays[i::count] for i in range(count)], run)
+    program.with_one(leaf, range(count), lambda i, _: arrays[i::count], run)

@@ -26,7 +26,7 @@ class Block:
       axes: axes to average over; v_mean has size 1 there. () is one value per element, as in Adam.
       heads: (axis, count): this axis has count x head_dim entries, is viewed as (count, head_dim)
         and averaged within each head; v_mean has `count` entries there.
-      words: a short description, such as `per row`.
+      description: a short description, such as `per row`.
       reason: why the leaf has this block.
       known: False if the leaf was not recognised and has the default block.
 
@@ -37,7 +37,7 @@ class Block:
 
     axes: tuple[int, ...] = ()
     heads: tuple[int, int] | None = None
-    words: str = dataclasses.field(default="", compare=False)
+    description: str = dataclasses.field(default="", compare=False)
     reason: str = dataclasses.field(default="", compare=False)
     known: bool = dataclasses.field(default=True, compare=False)
 

@@ -18,6 +18,7 @@ from optax_lowmem._src.codecs.base import E8M8Scale
 from optax_lowmem._src.core import groups, numerics
 from optax_lowmem._src.core.groups import next_power_of_two
 from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.quantized_matmul import (
     E4M3,
     Format,
@@ -242,7 +243,7 @@ def store_normed(
             stored = Grouped(stored.codes.reshape(x.shape), scales)
         return stored, inverse.reshape(*x.shape[:-1], 1), _maximum(largest, x)
 
-    return platform.on_cuda(kernel, plain, x, scale)
+    return with_fallback("cuda", kernel, plain, x, scale)
 
 
 def store_gated(
@@ -261,7 +262,7 @@ def store_gated(
         stored, largest = kernels_triton.store_gated(given, **static, backend=backend)
         return stored, _maximum(largest, given[0])
 
-    return platform.on_cuda(kernel, lambda *given: store_gated_plain(given, **static), *given)
+    return with_fallback("cuda", kernel, lambda *given: store_gated_plain(given, **static), *given)
 
 
 def transposes_reason(
@@ -328,14 +329,14 @@ def quantized_for_products(
     Returns:
       The codes and their scale; the codes as [n, tokens], or None.
     """
-    first = given[0]
+    shape, dtype = given[0].shape, given[0].dtype
 
     def plain(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
         codes = quantized(function(*map(numerics.widen, given)), absmax)
-        return codes, codes.codes.reshape(-1, first.shape[-1]).T
+        return codes, codes.codes.reshape(-1, shape[-1]).T
 
-    like = jax.ShapeDtypeStruct((*first.shape[:-1], _COLUMNS), E4M3.dtype)
-    if not over_tokens or transposes_reason(first, like, first.dtype) is not None:
+    like = jax.ShapeDtypeStruct((*shape[:-1], _COLUMNS), E4M3.dtype)
+    if not over_tokens or transposes_reason(given[0], like, dtype) is not None:
         return plain(absmax, *given)[0], None
     from optax_lowmem._src.fp8_flow import kernels_triton
 
@@ -346,15 +347,15 @@ def quantized_for_products(
         codes, transposed = kernels_triton.quantize_both(
             x, absmax, E4M3, backend, function, tuple(beside)
         )
-        scale = codes.scales.reshape((1,) * first.ndim)
-        return Quantized(codes.codes.reshape(first.shape), scale), transposed
+        scale = codes.scales.reshape((1,) * len(shape))
+        return Quantized(codes.codes.reshape(shape), scale), transposed
 
     def apart(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
         codes, _ = plain(absmax, *given)
-        rows = codes.codes.reshape(-1, first.shape[-1])
+        rows = codes.codes.reshape(-1, shape[-1])
         return codes, kernels_triton.transpose(rows, backend=backend)
 
-    return platform.on_cuda(both if now else apart, plain, absmax, *given)
+    return with_fallback("cuda", both if now else apart, plain, absmax, *given)
 
 
 def multiply_over_tokens(
@@ -406,7 +407,7 @@ def multiply_over_tokens(
         scales = codes.scales.reshape((1,) * g.ndim)
         return Quantized(codes.codes.reshape(g.shape), scales), product
 
-    return platform.on_cuda(kernel, plain, x, g, absmax)
+    return with_fallback("cuda", kernel, plain, x, g, absmax)
 
 
 def _maximum(parts: jax.Array, like: jax.Array) -> jax.Array:
