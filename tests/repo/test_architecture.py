@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "diagnostics": ALL_ROOMS,
     "sharding": ALL_ROOMS,
     "flax": ALL_ROOMS,
+    "levanter": ALL_ROOMS,
 }
 # (file, room that it imports all the same): why. A file that no longer does fails the test.
 EXCEPTIONS = {
@@ -277,7 +278,7 @@ def test_triton_is_written_in_few_modules():
         for path in sources("optax_lowmem/_src")
         if any(target.split(".")[0] == "triton" for _, target in imports(path))
     }
-    assert written == {"kernels/triton_library.py", "step/gpu/jax_triton_kernel.py"}
+    assert written == {"kernels/triton_library.py"}
 
 
 def test_public_names():

@@ -191,7 +191,7 @@ def batches(*leaves, direct=True, **tuned):
     plans = [plan_of(shape, **how) for shape, how, _ in leaves]
     rows = [
         (
-            dataclasses.replace(plan, direct=direct),
+            dataclasses.replace(plan, returns_params=direct),
             jax.ShapeDtypeStruct(plan.shape, dtype),
             jax.ShapeDtypeStruct(plan.shape, plan.dtype),
         )

@@ -18,7 +18,7 @@ from optax_lowmem._src.core import context
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.kernels import jax_triton_call, platform
 from optax_lowmem._src.step import backend, tuning
-from optax_lowmem._src.step.gpu import jax_triton
+from optax_lowmem._src.step.gpu import kernel as gpu_step
 from optax_lowmem._src.step.tpu import pallas_tpu
 from optax_lowmem.sharding import state_shardings
 from tests import launch_cases, tolerances
@@ -62,7 +62,7 @@ def without_pallas(monkeypatch):
 
 def chosen(tx, implementation=None):
     (plan,) = tx.engine.plans({"w": jax.ShapeDtypeStruct((64, 128), BF16)})
-    return backend.choose(tx.engine.rule.of_leaf(plan.matrices), plan, implementation)
+    return backend.choose(tx.engine.rule.for_leaf(plan.matrices), plan, implementation)
 
 
 @pytest.mark.parametrize("optimizer", launch_cases.OPTIMIZERS)
@@ -101,7 +101,7 @@ def opaque(without_pallas, monkeypatch):
     )
 
     def triton_call(*operands, out_shape, **options):
-        assert options["kernel"].arg_names[0] == "scalars"
+        assert options["name"] == "fused_update"
         return call.bind(*operands, outputs=tuple(out_shape))
 
     monkeypatch.setattr(jax_triton_call, "_triton_call", lambda: triton_call)
@@ -244,7 +244,7 @@ def test_tiles_lower_for_cuda(on_a_gpu, tile):
 # ---- generated Triton, compiled ------------------------------------------------------------------
 def compile_case(tx, shapes, tile=None, **options):
     case = launch_cases.make(tx, shapes, **options)
-    launch = jax_triton.launch.__wrapped__
+    launch = functools.partial(gpu_step.launch.__wrapped__, backend="triton")
     jax.eval_shape(lambda: launch_cases.launch(case, launch, tile or Tile()))
 
 

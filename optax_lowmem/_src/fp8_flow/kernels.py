@@ -134,8 +134,8 @@ def row(w: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def store_normed_plain(
-    x: jax.Array, scale: jax.Array, eps: float, group_size: int, exact: bool
-) -> tuple[Grouped, jax.Array, jax.Array]:
+    x: jax.Array, scale: jax.Array, eps: float, group_size: int, exact: bool, keep: bool = True
+) -> tuple[Grouped | None, jax.Array, jax.Array]:
     """Quantize the input of RMSNorm, and compute the largest magnitude of its output.
 
     Args:
@@ -144,16 +144,17 @@ def store_normed_plain(
       eps: added under the square root.
       group_size: of the quantized input.
       exact: whether the norm is computed from x; otherwise from the quantized x.
+      keep: whether to return the quantized x; False requires `exact`.
 
     Returns:
-      (quantized x, 1 / RMS of rows [..., 1], largest magnitude of the output [1, ..., 1]).
+      (quantized x or None, 1 / RMS of rows [..., 1], largest magnitude of the output [1, ..., 1]).
     """
     stored = store(x, group_size)
     given = numerics.widen(x) if exact else restore(stored, group_size)
     inverse = inverse_rms(given, eps, group_size)
     # a row's maximum of y = r x w is r times that of x w, so one pass over x computes both
     largest = group_absmax(given * row(scale, x), group_size) * inverse
-    return stored, inverse, matmul.absmax_of(largest, None)
+    return stored if keep else None, inverse, matmul.absmax_of(largest, None)
 
 
 # ---- activation functions ------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def gated(activation: str, *given: jax.Array) -> jax.Array:
 
 
 def store_gated_plain(
-    given: tuple[jax.Array, ...], activation: str, group_size: int, exact: bool
+    given: tuple[jax.Array, ...], activation: str, group_size: int, exact: bool, keep: bool = True
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
     """Quantize the inputs of an activation function, and compute its output's largest magnitude.
 
@@ -175,6 +176,7 @@ def store_gated_plain(
       activation: a key of ACTIVATIONS.
       group_size: of the quantized inputs.
       exact: whether the output is computed from the inputs; otherwise from the quantized inputs.
+      keep: whether to return the quantized inputs; False requires `exact`.
 
     Returns:
       (each input quantized, largest magnitude of the output [1, ..., 1]).
@@ -184,7 +186,7 @@ def store_gated_plain(
         values = [numerics.widen(x) for x in given]
     else:
         values = [restore(one, group_size) for one in stored]
-    return stored, tensor_absmax(gated(activation, *values), group_size)
+    return stored if keep else (), tensor_absmax(gated(activation, *values), group_size)
 
 
 # ---- the choice of the implementation ------------------------------------------------------------
@@ -222,13 +224,11 @@ def supported(
 def store_normed(
     x: jax.Array, scale: jax.Array, eps: float, group_size: int, exact: bool, keep: bool = True
 ) -> tuple[Grouped | None, jax.Array, jax.Array]:
-    """Compute `store_normed_plain`, with one kernel that reads x once where it is supported.
-
-    Without `keep`, which an `exact` norm allows, nothing is stored and the first result is None.
-    """
-    static: dict[str, Any] = {"eps": eps, "group_size": group_size, "exact": exact}
+    """Compute `store_normed_plain`, with one kernel that reads x once where it is supported."""
+    static: dict[str, Any] = {"eps": eps, "group_size": group_size, "exact": exact, "keep": keep}
+    plain: Callable[..., Any] = partial(store_normed_plain, **static)
     if supported(x, group_size, whole_rows=True) is not None:
-        return store_normed_plain(x, scale, **static)
+        return plain(x, scale)
     from optax_lowmem._src.fp8_flow import kernels_triton
 
     backend = platform.backend()
@@ -236,16 +236,12 @@ def store_normed(
     def kernel(x: jax.Array, scale: jax.Array) -> tuple[Grouped | None, jax.Array, jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
         stored, inverse, largest = kernels_triton.store_normed(
-            rows, scale, **static, backend=backend, keep=keep
+            rows, scale, **static, backend=backend
         )
         if stored is not None:
             scales = stored.scales.reshape(groups.scale_shape(x.shape, group_size))
             stored = Grouped(stored.codes.reshape(x.shape), scales)
         return stored, inverse.reshape(*x.shape[:-1], 1), _maximum(largest, x)
-
-    def plain(x: jax.Array, scale: jax.Array) -> tuple[Grouped | None, jax.Array, jax.Array]:
-        stored, inverse, largest = store_normed_plain(x, scale, **static)
-        return stored if keep else None, inverse, largest
 
     return with_fallback("cuda", kernel, plain, x, scale)
 
@@ -253,11 +249,8 @@ def store_normed(
 def store_gated(
     given: tuple[jax.Array, ...], activation: str, group_size: int, exact: bool, keep: bool = True
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
-    """Compute `store_gated_plain`, with one kernel that reads each input once where supported.
-
-    Without `keep`, which an `exact` function allows, nothing is stored and the first result is ().
-    """
-    static: dict[str, Any] = {"group_size": group_size, "exact": exact}
+    """Compute `store_gated_plain`, with one kernel that reads each input once where supported."""
+    static: dict[str, Any] = {"group_size": group_size, "exact": exact, "keep": keep}
     static["activation"] = activation
     if not lowers(activation) or supported(given[0], group_size) is not None:
         return store_gated_plain(given, **static)
@@ -266,14 +259,10 @@ def store_gated(
     backend = platform.backend()
 
     def kernel(*given: jax.Array) -> tuple[tuple[Grouped, ...], jax.Array]:
-        stored, largest = kernels_triton.store_gated(given, **static, backend=backend, keep=keep)
+        stored, largest = kernels_triton.store_gated(given, **static, backend=backend)
         return stored, _maximum(largest, given[0])
 
-    def plain(*given: jax.Array) -> tuple[tuple[Grouped, ...], jax.Array]:
-        stored, largest = store_gated_plain(given, **static)
-        return stored if keep else (), largest
-
-    return with_fallback("cuda", kernel, plain, *given)
+    return with_fallback("cuda", kernel, lambda *given: store_gated_plain(given, **static), *given)
 
 
 def transposes_reason(

@@ -124,7 +124,7 @@ class StepPartition(Partition):
 
 
 def _grouped(plan: LeafPlan) -> bool:
-    return plan.grouped or plan.noisy  # random bits are of groups too
+    return plan.quantized or plan.noisy  # random bits are of groups too
 
 
 def _cuts(plan: LeafPlan, d: int, parts: int) -> bool:

@@ -57,7 +57,7 @@ def _step(
     platform = jax.default_backend()
     if packs(plan, platform):
         return jax.tree.leaves(packed_update(rule, plan, leaf, h, keys, number))
-    two_passes = platform == "gpu" and plan.grouped
+    two_passes = platform == "gpu" and plan.quantized
     return jax.tree.leaves(plain(rule, plan, leaf, h, keys[index], two_passes=two_passes))
 
 
@@ -72,7 +72,7 @@ def packs(plan: LeafPlan, platform: str) -> bool:
 
     XLA fuses the elementwise work of a leaf without codes well.
     """
-    return platform == "cpu" and plan.grouped and not plan.rounds
+    return platform == "cpu" and plan.quantized and not plan.rounds
 
 
 def _words(plan: LeafPlan, has_weight: bool) -> list[Fields]:
@@ -115,7 +115,7 @@ def packed_update(
 
     The number is an operand: as a constant it would prevent equal leaves from sharing a program.
     """
-    if plan.direct:
+    if plan.returns_params:
         result: Result = _finished(rule, plan, leaf, h, keys, number)
         return result
     # the rest of an update is computed outside the calls, where XLA fuses it with its consumer

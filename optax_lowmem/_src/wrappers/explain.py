@@ -180,10 +180,10 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
     untouched = _wrapped(state, _PASSING, ours=False, otherwise=False)
     in_some_steps = _in_some_steps(state)
 
-    def differs(update: jax.Array, own: jax.Array) -> bool:
-        if in_some_steps or untouched and update is not own:
+    def differs(update: jax.Array, of_split: jax.Array) -> bool:
+        if in_some_steps or untouched and update is not of_split:
             return True
-        return bool(jnp.any(update != 0)) and bool(jnp.any(update != own))
+        return bool(jnp.any(update != 0)) and bool(jnp.any(update != of_split))
 
     return [
         path
@@ -265,8 +265,8 @@ class Explanation:
         for d in self.decisions:
             slots[d.path].append((d.slot, d.form, d.reason))
         merged: dict[tuple[tuple[str, str | None, str], ...], list[str]] = {}
-        for path, own in slots.items():
-            merged.setdefault(tuple(own), []).append(path)
+        for path, of_leaf in slots.items():
+            merged.setdefault(tuple(of_leaf), []).append(path)
         return merged
 
 

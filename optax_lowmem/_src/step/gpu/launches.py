@@ -13,6 +13,7 @@ from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import on_one_device, with_fallback
 from optax_lowmem._src.step import operands, reference, tuning, xla
 from optax_lowmem._src.step.batch import Leaf, LeafBatch, Result
+from optax_lowmem._src.step.gpu import kernel
 from optax_lowmem._src.step.partition import StepPartition
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
@@ -30,9 +31,7 @@ def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         return None if platform.has_pallas_triton() else platform.NO_PALLAS_TRITON
     if not platform.has_jax_triton():
         return platform.NO_JAX_TRITON
-    from optax_lowmem._src.step.gpu import jax_triton
-
-    return jax_triton.supported(rule, plan)
+    return kernel.unsupported(rule, plan)
 
 
 def step(
@@ -54,7 +53,7 @@ def launches(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
     model's layers, are therefore distributed evenly, so that many launches have the same shapes.
     The remaining leaves, and shapes that occur once, are grouped in order.
 
-    If the plans are not direct, each leaf needs a new array for its weight or update. Those of a
+    If a step returns updates, each leaf needs a new array for its weight or update. Those of a
     launch take at most 4 bytes per element of the largest leaf, or 1 MB.
     """
     plans = batch.plans
@@ -68,7 +67,7 @@ def launches(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
     for alike in kinds.values():
         plan, p = plans[alike[0]], batch.weights[alike[0]]
         most = tuned.elements
-        if not plan.direct:
+        if not plan.returns_params:
             itemsize = operands.update_dtype(plan, p).itemsize
             most = min(most, max(4 * largest, _UPDATES) // itemsize)
         sizes = {i: math.prod(plans[i].shape) for i in alike}
@@ -123,13 +122,9 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
         scalars: jax.Array,
         keys: jax.Array,
     ) -> list[Result]:
-        if backend == "pallas":
-            from optax_lowmem._src.step.gpu.pallas_triton import launch
-        else:
-            from optax_lowmem._src.step.gpu.jax_triton import launch
-        places = jnp.asarray(numbers, jnp.int32)
+        arrays = tuple(leaves), names, scalars, keys, jnp.asarray(numbers, jnp.int32)
         with scope(paths, backend):
-            results = launch(rule, plans, tuple(leaves), names, scalars, keys, places, tile)
+            results = kernel.launch(rule, plans, *arrays, tile, backend=backend)
         return [
             result._replace(update=reference.emit(plan, leaf.p, result.update))
             for plan, leaf, result in zip(plans, leaves, results, strict=True)
@@ -141,7 +136,7 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
         results = []
         for i, (plan, leaf, number) in enumerate(zip(plans, leaves, numbers, strict=True)):
-            step = functools.partial(xla.plain, two_passes=two_passes and plan.grouped)
+            step = functools.partial(xla.plain, two_passes=two_passes and plan.quantized)
             with scope([paths[i]], "xla"):
                 results.append(step(rule, plan, leaf, hs[i % len(hs)], keys[number]))
         return results
