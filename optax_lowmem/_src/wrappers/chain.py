@@ -108,8 +108,8 @@ def step(
       mesh: mesh of `specs`; by default that of `jax.set_mesh`.
       specs: on a mesh with Auto axes, the sharding of codes and corrections: a tree like the
         parameters of PartitionSpec or NamedSharding (under ZeRO-1, of `state_shardings(...).mu`).
-        Kernels then run on each device's shard. (Explicit axes need no `specs`; with Auto axes and
-        no `specs`, XLA compiles the step.)
+        Kernels then run on each device's shard. On GPUs they do without `specs` too, and on
+        Explicit axes; on TPUs with Auto axes and no `specs`, XLA compiles the step.
       **extra: extra arguments of the optimizer, such as `value=`.
 
     Returns:
