@@ -1,5 +1,6 @@
 """Pages of the README and docs/: code runs, commands exist, links have a target."""
 
+import ast
 import re
 import shlex
 
@@ -66,6 +67,17 @@ def test_the_readme_trains(as_users_do):
     old = namespace["params"]["w1"]
     namespace["train_step"](*(namespace[name] for name in ("params", "state", "x", "y")))
     assert old.is_deleted()
+
+
+def test_code_for_frameworks_is_that_of_programs():
+    """Every statement of the page is one of tests/integrations, run by `make test-frameworks`."""
+    page = (DOCS / "how_to" / "frameworks.md").read_text("utf-8")
+    blocks = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    programs = [path.read_text("utf-8") for path in ROOT.glob("tests/integrations/on_*.py")]
+    known = {ast.dump(node) for text in programs for node in ast.walk(ast.parse(text))}
+    shown = [node for text in blocks for node in ast.parse(text).body]
+    assert len(blocks) >= 4
+    assert not [ast.unparse(node) for node in shown if ast.dump(node) not in known]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/choose.md"])
