@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -99,6 +100,30 @@ def test_loaded_onto_a_mesh():
     shards = [p.sharding.shard_shape(p.shape) for p in (query["kernel"], query["bias"])]
     assert shards == [(2, 16 / 4, 16 / 2), (2, 16 / 2)]
     jax.tree.map(np.testing.assert_array_equal, placed, params)
+
+
+def test_one_tensor_at_a_time(tmp_path):
+    """Reading and writing hold a few copies of the largest tensor, not one of the model."""
+    source, folder = tmp_path / "source", tmp_path / "written"
+    source.mkdir()
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "head_dim": 64}
+    config = huggingface.read_config(BY_NAME["llama"]) | sizes
+    (source / huggingface.CONFIG).write_text(json.dumps(config))
+    model = model_of(source)
+    params = jax.jit(lambda key: model.weights(key, lambda path: jnp.bfloat16))(jax.random.key(0))
+    huggingface.save(folder, source, model, params)
+    huggingface.load(folder, model, lambda path: jnp.bfloat16)  # compiles
+    peaks = []
+    for work in (
+        lambda: huggingface.load(folder, model, lambda path: jnp.bfloat16),
+        lambda: huggingface.save(tmp_path / "again", source, model, params),
+    ):
+        tracemalloc.start()
+        work()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    largest, whole = 2 * 256 * 1024, sum(p.nbytes for p in jax.tree.leaves(params))
+    assert max(peaks) < 4 * largest < whole / 4
 
 
 def damaged(tmp_path, change):
