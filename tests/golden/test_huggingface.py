@@ -50,11 +50,12 @@ def test_logits_and_text(folder):
     golden = np.load(folder / "golden.npz")
     tokens, wanted = golden["tokens"].astype(np.int32), golden["logits"]
     model, params = loaded(folder)
-    np.testing.assert_allclose(jax.jit(model.logits)(params, tokens), wanted, atol=1e-4, rtol=0)
+    found = jax.jit(model.logits)(params, tokens)[:, 3::4]
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
     generate = jax.jit(model.generate, static_argnums=2)
     np.testing.assert_array_equal(generate(params, tokens[:, :8], 12, jax.random.key(0)), tokens)
     model, params = loaded(folder, "bfloat16", stacked=False)
-    error = np.asarray(jax.jit(model.logits)(params, tokens)) - wanted
+    error = np.asarray(jax.jit(model.logits)(params, tokens))[:, 3::4] - wanted
     assert rms(error) < 1.5 * golden["error"]
 
 
