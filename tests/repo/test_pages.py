@@ -110,7 +110,9 @@ def test_user_pages_are_short():
 
 
 # ---- commands ------------------------------------------------------------------------------------
-EXAMPLE = re.compile(r"python examples/(train_\w+)\.py((?: (?!#|and\b)[\w./=:-]+)*)")
+EXAMPLE = re.compile(
+    r"python examples/(train_\w+|finetune)\.py((?: (?!#|and\b)(?:'[^']*'|[\w./=:,-]+))*)"
+)
 
 
 def commands():

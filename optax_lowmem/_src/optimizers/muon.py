@@ -125,12 +125,12 @@ class MuonRule(UpdateRule):
 
     slots: ClassVar[tuple[Slot, ...]] = (
         Slot("mu", signed=True),
-        Slot("nu", signed=False, of_rest=True),
+        Slot("nu", signed=False, skips_matrices=True),
     )
     state_type = FlashMuonState
     prepares = "matrices"
 
-    def of_leaf(self, matrices: Matrices | None) -> UpdateRule:
+    def for_leaf(self, matrices: Matrices | None) -> UpdateRule:
         """Return the rule for a leaf; `matrices` is None if it is not a matrix."""
         return self.rest if matrices is None else self.of_matrix
 
@@ -140,15 +140,17 @@ class MuonRule(UpdateRule):
         """Select Muon's or Adam's hyperparameters for a leaf; `gradient_scale` is shared."""
         if matrices is not None:
             return {name: x for name, x in h.items() if not name.startswith(_OF_ADAM)}
-        own = {name.removeprefix(_OF_ADAM): x for name, x in h.items() if name.startswith(_OF_ADAM)}
+        of_adam = {k.removeprefix(_OF_ADAM): x for k, x in h.items() if k.startswith(_OF_ADAM)}
         shared = {name: x for name, x in h.items() if name == "gradient_scale"}
-        return {**own, **shared}
+        return {**of_adam, **shared}
 
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Raise an error: each leaf is updated by the rule that `of_leaf` returns."""
-        raise NotImplementedError("MuonRule has no update of its own: use of_leaf(matrices).update")
+        """Raise an error: each leaf is updated by the rule that `for_leaf` returns."""
+        raise NotImplementedError(
+            "MuonRule has no update of its own: use for_leaf(matrices).update"
+        )
 
 
 def _of_step(
@@ -162,10 +164,10 @@ def _of_step(
     count: jax.Array,
 ) -> dict[str, jax.Array]:
     step = following(count)
-    own, one_minus = as_f32("beta", beta), complement("beta", beta)
-    h = {"beta": own, "one_minus_beta": one_minus, "eps": as_f32("eps", eps)}
+    beta_now, one_minus = as_f32("beta", beta), complement("beta", beta)
+    h = {"beta": beta_now, "one_minus_beta": one_minus, "eps": as_f32("eps", eps)}
     if nesterov:  # the next step's momentum, debiased for that step
-        h["mu_scale"] = own / bias_correction("beta", beta, following(step))
+        h["mu_scale"] = beta_now / bias_correction("beta", beta, following(step))
         h["g_scale"] = one_minus / bias_correction("beta", beta, step)
     else:
         h["mu_scale"] = 1 / bias_correction("beta", beta, step)
@@ -306,9 +308,9 @@ def flash_muon(
 
     Numerics: with f32 products and moments the steps equal optax's up to rounding. int8 momentum
     changes directions by about 0.1 of their norm and bf16 products by 0.05, since the iterations
-    amplify rounding errors where singular values are small. A matrix with one side three or
-    more times the other is iterated on the Gram matrix of its short side, and multiplied once every
-    two or three iterations. A NaN or infinity in a matrix makes that matrix NaN, and no other.
+    amplify rounding errors where singular values are small. A matrix with one side twice the
+    other or more is iterated on the Gram matrix of its short side, and multiplied once every two or
+    three iterations. A NaN or infinity in a matrix makes that matrix NaN, and no other.
 
     Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes for matrices, 5.19 for other leaves. A step
     also needs room for one stack of matrices of equal shape, of up to 2^23 elements (or one larger

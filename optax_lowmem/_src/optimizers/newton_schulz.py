@@ -41,7 +41,7 @@ PRESETS: dict[str, Sequence[float] | Sequence[Sequence[float]]] = {
     "turbo": _DION[1:],  # Boissin et al., arXiv 2512.04632: AOL replaces the first iteration
 }
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
-_LONG = 3  # ratio of the sides from which iterations on the Gram matrix take less time on a GPU
+_LONG = 2  # ratio of the sides from which iterations on the Gram matrix take less time on a GPU
 # Iterations on one Gram matrix multiply small singular values by at most this. Its rounding errors
 # grow along: without such a limit singular values come out as large as 30.
 _GROWTH = 64
