@@ -8,7 +8,10 @@ from tools.rendered import on_files
 
 __all__ = ["on_config", "on_files", "on_page_content", "on_page_markdown"]
 
-RESULTS = "results/"  # evidence: behind the other pages in search, with wide tables
+RESULTS = "results/"  # evidence, with wide tables
+# a page or a folder -> what it counts for in search, beside 1 of other user pages
+BOOSTS = {"choose.md": 3, RESULTS: 0.2, "examples/": 0.4, "internals/": 0.4, "notebooks/": 0.4,
+          "api/": 0.7}  # fmt: skip
 _RENDERED = re.compile(r"((?:\.\./)+)(notebooks|examples)/(\w+)\.(?:ipynb|py)\)")
 _LEAVES = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)+[^)\s]*)\)")
 
@@ -40,9 +43,12 @@ def inside(text: str, folder: str) -> str:
 
 def on_page_markdown(markdown: str, *, page: Any, **others: Any) -> str:
     """Rewrite the links of a page before it is converted (a hook of MkDocs)."""
-    if page.file.src_uri.startswith(RESULTS):
-        page.meta |= {"hide": ["toc"], "search": {"boost": 0.2}}
     folder = page.file.src_uri.rpartition("/")[0]
+    boost = BOOSTS.get(page.file.src_uri) or BOOSTS.get(f"{folder}/")
+    if boost:
+        page.meta["search"] = {"boost": boost}
+    if f"{folder}/" == RESULTS:
+        page.meta["hide"] = ["toc"]
     return leaving(inside(markdown, folder), folder, address.address())
 
 

@@ -158,7 +158,7 @@ def test_is_the_reference(kernel, optimizer, bits, direct, rounding):
     params, state = start(tx)
     assert on_gpu((params, state))
     plans = tx.engine.plans(params)
-    assert {choose(tx.engine.rule.of_leaf(plan.matrices), plan)[0] for plan in plans} == {kernel}
+    assert {choose(tx.engine.rule.for_leaf(plan.matrices), plan)[0] for plan in plans} == {kernel}
     step = both(tx, direct)
     for i in range(STEPS):
         one, other = step(drawn(1 + i % 2, BF16), state, params)
@@ -177,7 +177,7 @@ def test_matrices_of_muon(kernel, products):
     tx = rows.make(LEARNING_RATE, storage=how, ns_dtype=products, weight_decay=0.1)
     params, state = start(tx)
     plans = tx.engine.plans(params)
-    assert {choose(tx.engine.rule.of_leaf(plan.matrices), plan)[0] for plan in plans} == {kernel}
+    assert {choose(tx.engine.rule.for_leaf(plan.matrices), plan)[0] for plan in plans} == {kernel}
     step = both(tx)
     before = lowmem.master_params(params, state)
     for i in range(STEPS):

@@ -15,6 +15,7 @@ import optax_lowmem
 from tests.repo import browser, pages
 from tests.repo.pages import DOCS, ROOT
 from tools import rendered
+from tools.site import BOOSTS, RESULTS
 
 pytest.importorskip("mkdocs", reason="needs the extra docs")
 pytest.importorskip("latex2mathml", reason="needs the extra docs")
@@ -64,14 +65,17 @@ def html_of(site: Path, page: str) -> str:
     return (site / url_of(page) / "index.html").read_text("utf-8")
 
 
-def test_results_are_behind_user_pages_in_search(site):
-    """Their entries count for less, and the digits of their tables are no text."""
+def test_user_pages_come_first_in_search(site):
+    """Entries of other pages count for less, and the digits of results' tables are no text."""
     index = json.loads((site / "search/search_index.json").read_text("utf-8"))["docs"]
-    entries = [one for one in index if one["location"].startswith("results/")]
-    assert len(entries) > 50
-    assert all(one.get("boost") == 0.2 for one in entries)
-    assert not [one["location"] for one in entries if "<td" in one["text"]]
-    assert not [one["location"] for one in index if one.get("boost") and one not in entries]
+    found: dict[str, set[float]] = {}
+    for one in index:
+        found.setdefault(one["location"].partition("/")[0] + "/", set()).add(one.get("boost", 1))
+    for place, boost in BOOSTS.items():
+        assert found[place.replace(".md", "/")] == {boost}, place
+    assert all(found[folder] == {1} for folder in ("compare/", "how_to/", "tutorials/"))
+    evidence = [one for one in index if one["location"].startswith(RESULTS)]
+    assert len(evidence) > 50 and not [one for one in evidence if "<td" in one["text"]]
 
 
 def test_every_public_name_is_on_an_api_page(site):

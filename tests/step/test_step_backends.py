@@ -106,7 +106,7 @@ def make(optimizer, shapes, stored=None, how=None, **options):
             else arrays
             for slot, arrays, drop in zip(plan.slots, stored, plain, strict=True)
         ]
-        case.plans[i] = dataclasses.replace(new, direct=plan.direct)
+        case.plans[i] = dataclasses.replace(new, returns_params=plan.returns_params)
         scales = tuple(scale for _, scale in kept if scale is not None)
         state = leaf.state._replace(slots=tuple(codes for codes, _ in kept), scales=scales)
         case.leaves[i] = leaf._replace(state=state)
@@ -651,7 +651,7 @@ def test_nothing_beyond_an_array_is_written(shape, size, stored, monkeypatch):
 def reason(kernel, build, shape=(64, 512), dtype=BF16, **how):
     tx = build(1e-3, storage=storage(**how))
     (plan,) = tx.engine.plans({"w": jax.ShapeDtypeStruct(shape, dtype)})
-    return unsupported(kernel, tx.engine.rule.of_leaf(plan.matrices), plan)
+    return unsupported(kernel, tx.engine.rule.for_leaf(plan.matrices), plan)
 
 
 def with_a_step_of(function):
