@@ -144,9 +144,9 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
     arguments = (leaves, scalars, batch.keys)
     content = f"{rule} {names} {tile}"
     partition = StepPartition(backend, content, launched, paths, plans, numbers, arguments)
-    kernel = functools.partial(launched, plans, numbers)
+    run = functools.partial(launched, plans, numbers)
     if batch.implementation is not None:
-        result: list[Result] = on_one_device(kernel, kernel, *arguments, partition=partition)
+        result: list[Result] = on_one_device(run, run, *arguments, partition=partition)
         return result
     once, twice = (functools.partial(plain, two_passes) for two_passes in (False, True))
-    return with_fallback("cuda", kernel, once, *arguments, several=twice, partition=partition)
+    return with_fallback("cuda", run, once, *arguments, several=twice, partition=partition)
