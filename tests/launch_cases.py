@@ -87,7 +87,7 @@ def make(
         drawn[..., : shape[-1] // 8] = 0  # weights that never had a gradient
         return jnp.asarray(drawn, jnp.float32)
 
-    tree = {f"leaf{i}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}
+    tree = {f"leaf{i:02}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}
     plans = [dataclasses.replace(plan, returns_params=direct) for plan in engine.plans(tree)]
     leaves = []
     for i, plan in enumerate(plans):
@@ -99,7 +99,7 @@ def make(
     (rule,) = {engine.rule.for_leaf(plan.matrices) for plan in plans}  # of all leaves of a launch
     h = engine.rule.hyperparameters_of(plans[0].matrices, engine.hyperparameters(jnp.int32(100)))
     h = {**h} | {name: jnp.float32(value) for name, value in (more or {}).items()}
-    names = [f"leaf{i}" for i in range(len(plans) + 1)]
+    names = [f"leaf{i:02}" for i in range(len(plans) + 1)]
     keys = random.leaf_keys(jnp.uint32(1), jnp.int32(101), names)
     return Case(rule, plans, leaves, h, keys)
 

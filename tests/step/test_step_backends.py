@@ -93,7 +93,7 @@ def make(optimizer, shapes, stored=None, how=None, **options):
     case = launch_cases.make(build(storage=storage(**coded, **how)), list(shapes), **options)
     engine = build(storage=storage(**stored, **how)).engine
     tree = {
-        f"leaf{i}": jax.ShapeDtypeStruct(plan.shape, plan.dtype)
+        f"leaf{i:02}": jax.ShapeDtypeStruct(plan.shape, plan.dtype)
         for i, plan in enumerate(case.plans)
     }
     wanted = engine.plans(tree)

@@ -161,6 +161,11 @@ def low_byte(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return bits.astype(dtype)
 
 
+def negative(x: jax.Array) -> jax.Array:
+    """Return -x with -0.0 for 0.0: Pallas lowers `-x` to 0 - x for Triton, which has no -0.0."""
+    return x * jnp.float32(-1)
+
+
 def quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return x / y for 0 <= y <= 2^126.
 

@@ -217,7 +217,7 @@ def move(
         if plan.returns_params and plan.update_dtype != jnp.float32:
             weight = _reached(weight, p, plan.update_dtype)
         return weight, correction
-    update = (-step).astype(plan.update_dtype)
+    update = numerics.negative(step).astype(plan.update_dtype)
     return (optax.apply_updates(p, update) if plan.returns_params else update), correction
 
 
@@ -287,7 +287,7 @@ def _missed(master: jax.Array, p: jax.Array) -> jax.Array:
 def _towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the update rounded to a dtype, as f32; XLA would drop an `astype` round trip."""
     # where nothing changes this is -0.0, which preserves the sign of a weight of -0.0
-    exact = -(numerics.widen(p) - numerics.widen(target))
+    exact = numerics.negative(numerics.widen(p) - numerics.widen(target))
     return exact if dtype == jnp.float32 else numerics.round_to(exact, dtype)
 
 
