@@ -1,8 +1,10 @@
 """The fine-tuning example: as a user runs it, killed and resumed, with adapters; and its data."""
 
+import dataclasses
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -204,17 +206,24 @@ def test_frozen_weights(folder, trained):
 def test_what_fits_a_budget(finetune, folder, tmp_path):
     """The micro-batch of a budget, and what is said where none fits."""
 
-    def chosen(more):
-        args = finetune.parse_arguments(flags(folder, tmp_path, more))
-        return finetune.micro_batch(args)
+    def parsed(more=""):
+        return finetune.parse_arguments(flags(folder, tmp_path, more))
 
-    assert chosen("") == chosen("--budget 1GiB") == 4
-    assert [chosen(f"--budget {size}MB") for size in (0.3, 0.45)] == [1, 2]
+    def chosen(size, more=""):
+        """The micro-batch where the planner may use `size` bytes."""
+        megabytes = (size + 1) / finetune.plan.USABLE / 1e6
+        return finetune.micro_batch(parsed(f"--budget {megabytes:.6f}MB {more}"))
+
+    assert finetune.micro_batch(parsed()) == 4
+    resident = finetune.planned(parsed(), 0)[0].modes[0]
+    assert chosen(resident.total_bytes(4)) == 4
+    resident = dataclasses.replace(resident, gradients=2 * resident.gradients)
+    assert [chosen(resident.total_bytes(rows)) for rows in (1, 2, 3)] == [1, 2, 2]
     with pytest.raises(SystemExit, match="--batch 4 does not fit") as stopped:
-        chosen("--budget 0.3MB --release")
-    assert "This fits: --batch 1" in str(stopped.value)
+        chosen(resident.total_bytes(2), "--release")
+    assert re.search("This fits: --batch [12]", str(stopped.value))
     with pytest.raises(SystemExit, match="Nothing fits"):
-        chosen("--budget 0.1MB")
+        chosen(resident.weights)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ Adapters = tuple[tuple[str, ...], int]  # names of the adapted matrices, rank
 
 def bytes_of(text: str) -> int:
     """Return the bytes of `24GiB`, `24GB` or the like."""
-    found = re.fullmatch(rf"([\d.]+)\s*({'|'.join(_UNITS)})", text.strip())
-    if not found:
+    match = re.fullmatch(rf"([\d.]+)\s*({'|'.join(_UNITS)})", text.strip())
+    if not match:
         raise ValueError(f"{text!r} is no size: write a number and one of {', '.join(_UNITS)}")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def plan_decoder(
@@ -72,12 +72,12 @@ def main(arguments: list[str] | None = None) -> None:
         sizes = decoder(json.loads(file.read_text("utf-8")))
         budget = int(USABLE * bytes_of(args.gpu))
         lora = tuple(args.lora.split(",")), args.rank
-        found = plan_decoder(sizes, args.optimizer, budget, args.sequence, lora)
+        result = plan_decoder(sizes, args.optimizer, budget, args.sequence, lora)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None
     print(f"{args.optimizer}, rows of {args.sequence} tokens, {USABLE:.0%} of {args.gpu}")
-    print(found)
-    mode = found.best
+    print(result)
+    mode = result.best
     if mode is None:
         raise SystemExit("Nothing fits: shorten --sequence, or choose a smaller model.")
     more = {RELEASE: " --release", LORA: f" --lora {args.lora} --rank {args.rank}"}

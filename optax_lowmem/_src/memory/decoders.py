@@ -130,19 +130,19 @@ def decoder(config: Mapping[str, Any]) -> Decoder:
             f"model_type {kind!r} is not known: {', '.join(_KNOWN)} are. For another model pass "
             "its shapes and activations to optax_lowmem.memory.plan"
         )
-    own = _KNOWN[kind] | dict(config)
-    heads = own["num_attention_heads"]
-    head = own.get("head_dim") or own["hidden_size"] // heads
+    values = _KNOWN[kind] | dict(config)
+    heads = values["num_attention_heads"]
+    head = values.get("head_dim") or values["hidden_size"] // heads
     return Decoder(
-        layers=own["num_hidden_layers"],
-        width=own["hidden_size"],
-        hidden=own["intermediate_size"],
+        layers=values["num_hidden_layers"],
+        width=values["hidden_size"],
+        hidden=values["intermediate_size"],
         heads=heads * head,
-        kv_heads=(own.get("num_key_value_heads") or heads) * head,
-        vocab=own["vocab_size"],
-        tied=own.get("tie_word_embeddings", False),
+        kv_heads=(values.get("num_key_value_heads") or heads) * head,
+        vocab=values["vocab_size"],
+        tied=values.get("tie_word_embeddings", False),
         bias=kind == "qwen2",
         head_norms=head if kind in ("qwen3", "gemma3_text") else 0,
         norms=4 if kind.startswith("gemma") else 2,
-        scores=heads if own.get("attn_logit_softcapping") else 0,
+        scores=heads if values.get("attn_logit_softcapping") else 0,
     )

@@ -138,20 +138,20 @@ def plan(
             raise ValueError(f"there is no stack '{path}' in the parameters")
 
     def of_batch(batch: int) -> Activations:
-        found = activations(batch)
-        return found if isinstance(found, Activations) else Activations(0, found)
+        size = activations(batch)
+        return size if isinstance(size, Activations) else Activations(0, size)
 
     of_params = report(tx, params)
     weights = of_params.params_bytes + sum(map(_bytes, jax.tree.leaves(frozen)))
     gradients = {RESIDENT: sum(sizes.values())}
     if stacks:
         gradients[RELEASE] = _released(sizes, dict(trees.named_leaves(params)), stacks)
-    found = []
+    plans = []
     for name in modes:
         if name in gradients:
             mode = ModePlan(name, weights, of_params.state_bytes, gradients[name], of_batch)
-            found.append(dataclasses.replace(mode, batch=_largest(mode, budget)))
-    return Plan(budget, tuple(found))
+            plans.append(dataclasses.replace(mode, batch=_largest(mode, budget)))
+    return Plan(budget, tuple(plans))
 
 
 def _bytes(leaf: Any) -> int:
