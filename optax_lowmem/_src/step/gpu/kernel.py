@@ -99,7 +99,7 @@ def _kernel(
     """Step a tile of one of several leaves, with operands in place of their arrays."""
     position, per_leaf, plan = program.index(), scalars.shape[0] > 1, plans[0].shapeless
     starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
-    packed = {slot.codec.codes_per_byte if slot.codec else 1 for slot in plan.slots} | {1}
+    packed = {slot.codes_per_byte for slot in plan.slots} | {1}
 
     def choose(i: int, shared: Sequence[int]) -> Any:
         tiling, tile = tilings[i], position - jnp.int32(starts[i])
@@ -147,7 +147,7 @@ def _step(
 
 def _slot_places(plan: LeafPlan, places: Mapping[int, tiles.Place]) -> list[tiles.Place]:
     """Return the place of a tile in each slot's array."""
-    return [places[slot.codec.codes_per_byte if slot.codec else 1] for slot in plan.slots]
+    return [places[slot.codes_per_byte] for slot in plan.slots]
 
 
 def _load(plan: LeafPlan, places: Mapping[int, tiles.Place], leaf: Any) -> Leaf:
