@@ -38,12 +38,7 @@ def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
 
 def slot_tilings(plan: LeafPlan, tiling: Tiling) -> list[Tiling]:
     """Return the tiling of each slot's array for a tiling of the leaf."""
-    return [
-        tiling
-        if slot.codec is None or slot.codec.bits == 8
-        else tiling.of_bytes(slot.codec.codes_per_byte)
-        for slot in plan.slots
-    ]
+    return [tiling.of_bytes(slot.codes_per_byte) for slot in plan.slots]
 
 
 def views(plan: LeafPlan, tiling: Tiling, leaf: Leaf) -> Leaf:

@@ -34,6 +34,11 @@ class SlotPlan:
     dtype: jnp.dtype
     stochastic: bool
 
+    @property
+    def codes_per_byte(self) -> int:
+        """Number of codes in a byte, 1 without a codec."""
+        return 1 if self.codec is None else self.codec.codes_per_byte
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
@@ -145,7 +150,7 @@ class LeafPlan:
             return []
         shape, forms = self.block.mean_shape(self.shape), []
         for slot, form in zip(self.shared, self.shared_plan.storage, strict=True):
-            several = 1 if slot.codec is None else slot.codec.codes_per_byte
+            several = slot.codes_per_byte
             if several == 1:
                 form = form._replace(codes=jax.ShapeDtypeStruct(shape, form.codes.dtype))
             elif shape[-1] % several == 0:
@@ -353,7 +358,7 @@ def warn_of_four_bits(plans: Sequence[LeafPlan]) -> None:
     for plan in plans:
         shares = plan.block is not None and not plan.block.elementwise
         for slot in (*plan.slots, *plan.shared):
-            if slot.name == "nu" and slot.codec is not None and slot.codec.codes_per_byte > 1:
+            if slot.name == "nu" and slot.codes_per_byte > 1:
                 message = (
                     _SHARED_FOUR_BITS if shares and slot in plan.shared else ELEMENTWISE_FOUR_BITS
                 )

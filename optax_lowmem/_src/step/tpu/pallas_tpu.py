@@ -37,7 +37,7 @@ from optax_lowmem._src.step.scopes import scope
 from optax_lowmem._src.step.tpu import lanes
 from optax_lowmem._src.step.tpu import pallas_tpu_views as views
 from optax_lowmem._src.step.tpu.lanes import LANES, ROWS
-from optax_lowmem._src.step.tpu.pallas_tpu_kernel import ARITHMETIC, Kernel, several_in_a_byte
+from optax_lowmem._src.step.tpu.pallas_tpu_kernel import ARITHMETIC, Kernel
 
 NAME = "pallas_tpu"
 
@@ -59,7 +59,7 @@ def unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     reason = _block_reason(plan) or lanes.unsupported(plan.shape, plan.group_size)
     if reason is not None:
         return reason
-    for several in map(several_in_a_byte, plan.slots):
+    for several in (slot.codes_per_byte for slot in plan.slots):
         if several > 1 and plan.shape[-1] % (several * LANES):
             return f"its last axis is not a multiple of {several * LANES}, a register of bytes"
     kept = [slot.codec.scale for slot in plan.slots if slot.codec]

@@ -15,7 +15,7 @@ from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import product
 from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.batch import Leaf, LeafState
-from optax_lowmem._src.step.plan import LeafPlan, SlotPlan
+from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
 from optax_lowmem._src.step.tpu import lanes
 from optax_lowmem._src.step.tpu.lanes import LANES, ROWS, Blocks
@@ -235,7 +235,7 @@ class Rows:
 
         state, of_block = self.read.state, []
         g, p, correction = jax.tree.map(elements, (self.read.g, self.read.p, state.correction))
-        several = map(several_in_a_byte, self.kernel.plan.slots)
+        several = (slot.codes_per_byte for slot in self.kernel.plan.slots)
         slots = zip(state.slots, several, strict=True)
         stored = tuple(elements(ref, _byte(layout.register, codes)) for ref, codes in slots)
         if self.scratch.of_rows is not None:
@@ -331,7 +331,7 @@ class Rows:
                     registers.append(codes)
             rows = zip(plan.slots, self.written.state.slots, stored, strict=True)
             for slot, ref, registers in rows:
-                several = several_in_a_byte(slot)
+                several = slot.codes_per_byte
                 for first in range(0, len(registers), several):
                     parts = registers[first : first + several]
                     whole = parts[0] if several == 1 else lanes.in_bytes(parts, several)
@@ -339,11 +339,6 @@ class Rows:
                     ref[self.rows, place] = whole.astype(ref.dtype)
 
         self.every(step)
-
-
-def several_in_a_byte(slot: SlotPlan) -> int:
-    """Return the number of codes per byte of a slot, 1 without a codec."""
-    return 1 if slot.codec is None else slot.codec.codes_per_byte
 
 
 def _byte(register: jax.Array, several: int) -> jax.Array:

@@ -14,7 +14,6 @@ from optax_lowmem._src.core.block import Block, product
 from optax_lowmem._src.step.batch import Leaf, LeafState
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.tpu.lanes import LANES, ROWS, Blocks
-from optax_lowmem._src.step.tpu.pallas_tpu_kernel import several_in_a_byte
 
 _USUAL = 16 << 20  # default limit in bytes of a kernel's VMEM, out of 128 MB (v5e, v6e)
 _BUFFERS = 12 << 20  # bytes of it for the double-buffered blocks
@@ -76,7 +75,7 @@ def blocks_of(plan: LeafPlan, leaf: Leaf, moving: int, elements: int) -> Blocks:
     of_block = _block_values(plan, leaf.of_block)
     return Blocks(
         plan.shape, plan.group_size, min(elements, _BUFFERS // (2 * moving)),
-        max(map(several_in_a_byte, plan.slots), default=1),
+        max((slot.codes_per_byte for slot in plan.slots), default=1),
         of_rows=of_block is not None and of_block.rows is not None,
         within=of_block is not None and of_block.columns is not None and len(of_block.columns) > 1,
     )  # fmt: skip
@@ -184,7 +183,7 @@ def specs(plan: LeafPlan, blocks: Blocks, viewed: Leaf) -> Leaf:
         of_block = OfBlock(None if of_block.rows is None else of_rows, of_columns)
     like, slots = jax.tree.map(lambda _: elements(), viewed._replace(of_block=None)), plan.slots
     state = like.state._replace(
-        slots=tuple(elements(several_in_a_byte(slot)) for slot in slots),
+        slots=tuple(elements(slot.codes_per_byte) for slot in slots),
         scales=tuple(_scale_spec(blocks) for _ in viewed.state.scales),
     )
     return like._replace(state=state, of_block=of_block)
