@@ -12,30 +12,14 @@ from optax_lowmem._src.core.hyperparameters import check_range
 from optax_lowmem._src.core.varying import mean_of_leaf
 
 
-def _is_finite(g: jax.Array) -> jax.Array:
-    return mean_of_leaf(jnp.isfinite(g).astype(jnp.float32)) == 1
-
-
 def _unscaled(leaves: list[jax.Array], scale: float) -> list[tuple[jax.Array, jax.Array]]:
     """Return (whether it is finite, the unscaled gradient) for each gradient."""
-    finite = list(map(_is_finite, leaves))
+    finite = [mean_of_leaf(jnp.isfinite(g).astype(jnp.float32)) == 1 for g in leaves]
     # gradients that overflowed become 0, so that they do not affect a norm over the tree
     return [
         (ok, jnp.where(ok, numerics.widen_float(g) * (1 / scale), 0))
         for g, ok in zip(leaves, finite, strict=True)
     ]
-
-
-def _chosen(
-    steps: list[tuple[jax.Array, jax.Array]], states: list[tuple[jax.Array, jax.Array, jax.Array]]
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Select step and new state if the gradient (row[0]) is finite, else 0 and the old state."""
-    selected = [jnp.where(ok, step, jnp.zeros_like(step)) for ok, step in steps]
-    return selected, [jnp.where(ok, new, old) for ok, new, old in states]
-
-
-def _is_masked(leaf: object) -> bool:
-    return isinstance(leaf, optax.MaskedNode)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,19 +36,20 @@ class _Unscaler:
     ) -> tuple[optax.Updates, optax.OptState]:
         treedef: Any = jax.tree.structure(updates)
         result = _unscaled(jax.tree.leaves(updates), self.scale)
-        finite = array_metadata.like(updates, [ok for ok, _ in result])
+        finite = [ok for ok, _ in result]
         gradients = treedef.unflatten([g for _, g in result])
-        new, after = self.inner.update(gradients, state, params, **extra)
-        new_def: Any = jax.tree.structure(new)
+        steps, after = self.inner.update(gradients, state, params, **extra)
+        steps_def: Any = jax.tree.structure(steps)
         after_def: Any = jax.tree.structure(after)
-        steps = zip([ok for ok, _ in result], jax.tree.leaves(new), strict=True)
-        marks = jax.tree.leaves(self._marks(after, finite))
-        rows = list(zip(marks, jax.tree.leaves(after), after_def.flatten_up_to(state), strict=True))
-        selected, chosen = _chosen(list(steps), [row for row in rows if row[0] is not True])
-        of_tensors = iter(chosen)
-        kept = [leaf if ok is True else next(of_tensors) for ok, leaf, _ in rows]
+        selected = [
+            jnp.where(ok, step, jnp.zeros_like(step))
+            for ok, step in zip(finite, jax.tree.leaves(steps), strict=True)
+        ]
+        marks = jax.tree.leaves(self._marks(after, array_metadata.like(updates, finite)))
+        rows = zip(marks, jax.tree.leaves(after), after_def.flatten_up_to(state), strict=True)
+        kept = [new if ok is True else jnp.where(ok, new, old) for ok, new, old in rows]
         kept = trees.keep_dtypes(state, after_def.unflatten(kept), updates)
-        return new_def.unflatten(selected), kept
+        return steps_def.unflatten(selected), kept
 
     def init(self, params: optax.Params) -> optax.OptState:
         state = self.inner.init(params)
@@ -87,7 +72,9 @@ class _Unscaler:
                 state,
                 finite,
                 transform_non_params=lambda _: True,
-                is_leaf=lambda node: _is_masked(node) or array_metadata.has_metadata(node),
+                is_leaf=lambda node: (
+                    isinstance(node, optax.MaskedNode) or array_metadata.has_metadata(node)
+                ),
             )
         except (ValueError, IndexError) as error:
             raise ValueError(
