@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 PYTEST = $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 .DEFAULT_GOAL := help
 .SECONDARY:
-.PHONY: help demo docs serve test test-oldest test-repo test-full mutants gpu-test tpu-test \
+.PHONY: help demo docs serve test test-oldest test-repo test-full test-frameworks mutants gpu-test tpu-test \
   tpu-test-quick lint format types notebook figures wheel package clean
 
 help:  ## List the targets
@@ -95,6 +95,17 @@ tpu-test: .venv-tpu/.has-tpu-test  ## All programs compiled for TPUs, and record
 	$(TPU) pytest -n 2 --dist worksteal -m tpu $(ARGS)
 	$(TPU) benchmarks.run tpu --record
 
+# Training loops of other frameworks, each with its versions in an environment of its own.
+FRAMEWORKS := keras levanter maxtext tunix
+
+.venv-fw-%/.ready: tests/integrations/%.txt pyproject.toml
+	@$(MAKE) -s .venv-fw-$*/bin/python VENV=.venv-fw-$* MINOR=12
+	@.venv-fw-$*/bin/python .ci/install -q -r $< -e '.[flax]'
+	@touch $@
+
+test-frameworks: $(FRAMEWORKS:%=.venv-fw-%/.ready)  ## Other frameworks' training loops (FRAMEWORKS=tunix: one)
+	$(foreach name,$(FRAMEWORKS),PYTHONPATH=. .venv-fw-$(name)/bin/python tests/integrations/on_$(name).py $(ARGS) &&) true
+
 mutants: $(VENV)/.has-test  ## Bugs of tests/mutants, which tests of `make test` must catch; 7 minutes
 	$(CPU) $(BIN)/python -m tests.mutants.run $(ARGS)
 
@@ -136,6 +147,6 @@ package: .venv-tools/.has-package  ## Build and check what an index would get: d
 
 clean:  ## Remove environments, builds and caches
 	rm -rf .venv .venv-newest .venv-oldest .venv-tools .venv-tpu .venv-uv .venv-wheel
-	rm -rf .xla_cache build dist site
+	rm -rf .venv-fw-* .xla_cache build dist site
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,7 +20,7 @@ PAGES = [
 ]
 # modules below benchmarks.suites that have `TABLES`: name -> what makes it of records
 SUITES = (
-    "activations.tables", "choose", "deleted", "end_to_end.tables", "examples",
+    "activations.tables", "choose", "deleted", "end_to_end.tables", "examples", "frameworks",
     "fit.tables", "formats.tables", "kernels", "linear.tables", "memory", "mesh.tables",
     "noise.tables", "other_gpus", "pairs.budgets", "pairs.spread", "plan", "release",
     "step.tables", "tpu.tables",

@@ -229,7 +229,8 @@ def make_schedule(args: argparse.Namespace, steps: int) -> optax.Schedule:
         "linear": optax.linear_schedule(args.lr, 0.0, rest),
         "constant": optax.constant_schedule(args.lr),
     }[args.schedule]
-    return optax.join_schedules([optax.linear_schedule(0.0, args.lr, warmup), after], [warmup])
+    rising = optax.linear_schedule(args.lr / warmup, args.lr, warmup)
+    return optax.join_schedules([rising, after], [warmup])
 
 
 def begin(args: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ from optax_lowmem._src.optimizers.sgd import flash_sgd as flash_sgd
 from optax_lowmem._src.optimizers.sgd import flash_trace as flash_trace
 from optax_lowmem._src.optimizers.stable_adamw import stable_adamw as stable_adamw
 from optax_lowmem._src.step.masters import master_params as master_params
+from optax_lowmem._src.step.scopes import implementations as implementations
 from optax_lowmem._src.step.storage import Storage as Storage
 from optax_lowmem._src.wrappers.accumulate import accumulate_gradients as accumulate_gradients
 from optax_lowmem._src.wrappers.accumulate import value_and_grad as value_and_grad
@@ -84,6 +85,7 @@ __all__ = [
     "flash_trace",
     "gaussws",
     "gaussws_noise",
+    "implementations",
     "init",
     "inject_hyperparams",
     "master_params",

@@ -4,10 +4,11 @@
     from optax_lowmem.flax import Optimizer  # was flax.nnx
 
 Both are subclasses of Flax's classes, take any optax transformation, and read checkpoints that
-Flax's classes wrote, and vice versa.
+Flax's classes wrote, and vice versa. `substitute` gives them to trainers that make their optimizer.
 """
 
 from optax_lowmem._src.flax import Optimizer as Optimizer
 from optax_lowmem._src.flax import TrainState as TrainState
+from optax_lowmem._src.flax import substitute as substitute
 
-__all__ = ["Optimizer", "TrainState"]
+__all__ = ["Optimizer", "TrainState", "substitute"]

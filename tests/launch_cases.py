@@ -21,7 +21,7 @@ from tests import tolerances
 LEARNING_RATE = 1e-3
 POLICY = lowmem.Policy(min_size=0)
 # Those with one rule for all leaves; a launch of others has the leaves of one of their rules.
-ALIKE = [n for n, row in lowmem.OPTIMIZERS.items() if row.rule.of_leaf(None) is row.rule]
+ALIKE = [n for n, row in lowmem.OPTIMIZERS.items() if row.rule.for_leaf(None) is row.rule]
 OPTIMIZERS: dict[str, Callable[[lowmem.Storage], Any]] = {
     "adamw": lambda s: lowmem.flash_adamw(LEARNING_RATE, weight_decay=0.1, storage=s),
     "lion": lambda s: lowmem.flash_lion(LEARNING_RATE, weight_decay=0.1, storage=s),
@@ -88,7 +88,7 @@ def make(
         return jnp.asarray(drawn, jnp.float32)
 
     tree = {f"leaf{i}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}
-    plans = [dataclasses.replace(plan, direct=direct) for plan in engine.plans(tree)]
+    plans = [dataclasses.replace(plan, returns_params=direct) for plan in engine.plans(tree)]
     leaves = []
     for i, plan in enumerate(plans):
         g, w = normal(1e-3, plan.shape), normal(0.1, plan.shape)
@@ -96,7 +96,7 @@ def make(
         p, state = _stored(plan, w, moments)
         weight = p if engine.weights else None
         leaves.append(Leaf(g.astype(gradient_dtype), weight, state, of_block(plan, i)))
-    (rule,) = {engine.rule.of_leaf(plan.matrices) for plan in plans}  # of all leaves of a launch
+    (rule,) = {engine.rule.for_leaf(plan.matrices) for plan in plans}  # of all leaves of a launch
     h = engine.rule.hyperparameters_of(plans[0].matrices, engine.hyperparameters(jnp.int32(100)))
     h = {**h} | {name: jnp.float32(value) for name, value in (more or {}).items()}
     names = [f"leaf{i}" for i in range(len(plans) + 1)]
@@ -179,12 +179,12 @@ def compare(case: Case, found: list[Result]) -> None:
         plan, leaf, result = case.plans[i], case.leaves[i], found[i]
         any_sign = undecided(case, i)
         _compare_state(plan, state, result.state)
-        if plan.lands and not plan.direct:
+        if plan.writes_weight and not plan.returns_params:
             given = reference.update_towards(result.update, leaf.p, plan.update_dtype)
         else:
             given = result.update
         assert (given.shape, given.dtype) == (update.shape, update.dtype)
-        if not plan.direct and leaf.p is not None:  # -0.0 leaves even a -0.0 alone
+        if not plan.returns_params and leaf.p is not None:  # -0.0 leaves even a -0.0 alone
             stays = (np.asarray(update) == 0) & (np.asarray(given) == 0) & ~any_sign
             assert np.signbit(np.asarray(given))[stays].all()
         both = (update, state.correction), (given, result.state.correction)
@@ -304,7 +304,7 @@ def _weight(plan: LeafPlan, leaf: Leaf, update: jax.Array, correction: Any) -> n
     """The master weight after an update, or a bare direction itself."""
     if leaf.p is None:
         return np.asarray(update)
-    if plan.direct:
+    if plan.returns_params:
         return _master(plan, update, correction)
     landed = numerics.widen(leaf.p) + numerics.widen(update)
     if plan.dtype != jnp.float32:

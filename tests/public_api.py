@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optax_lowmem._src.core.reprs import ShowsChanges
+from tests import levanter_stand_in  # noqa: F401
 
 SNAPSHOT = Path(__file__).with_suffix(".txt")
 PACKAGE = "optax_lowmem"
@@ -27,6 +28,7 @@ MODULES = (
     "layers.fp8_flow",
     "layers.fp8_flow.linen",
     "layers.linen",
+    "levanter",
     "memory",
     "plan",
     "release",

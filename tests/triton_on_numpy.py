@@ -1,9 +1,8 @@
-"""Generated Triton kernels, and the hand-written code around them, on NumPy: without Triton.
+"""Generated Triton kernels, and the library that they call, on NumPy: without Triton.
 
 `install` has kernels run so in place of a launch, `run` calls a generated function.
 """
 
-import contextlib
 import functools
 import importlib.util
 import itertools
@@ -23,8 +22,6 @@ import pytest
 
 from optax_lowmem._src import kernels
 from optax_lowmem._src.kernels import gpu_triton, jax_triton_call
-from optax_lowmem._src.step import gpu
-from optax_lowmem._src.step.gpu import jax_triton
 
 
 class Value:
@@ -84,17 +81,17 @@ class Pointer:
         return Pointer(self.array, _lifted(operator.add)(self.at, offsets))
 
 
-def _load(pointer: Pointer, mask: Any = True, other: float = 0, volatile: bool = False) -> Value:
+def _load(pointer: Pointer, mask: Any = None, other: float = 0, volatile: bool = False) -> Value:
     at = pointer.at.array
-    there = np.broadcast_to(mask.array if isinstance(mask, Value) else mask, at.shape)
+    there = np.broadcast_to(True if mask is None else mask.array, at.shape)
     found = pointer.array[np.where(there, at, 0)]
     return Value(np.where(there, found, pointer.array.dtype.type(other)))
 
 
-def _store(pointer: Pointer, values: Value, mask: Any = True) -> None:
+def _store(pointer: Pointer, values: Value, mask: Any = None) -> None:
     at = pointer.at.array
     assert values.array.dtype == pointer.array.dtype, (values.array.dtype, pointer.array.dtype)
-    there = np.broadcast_to(mask.array if isinstance(mask, Value) else mask, at.shape)
+    there = np.broadcast_to(True if mask is None else mask.array, at.shape)
     pointer.array[at[there]] = np.broadcast_to(values.array, at.shape)[there]
 
 
@@ -152,7 +149,6 @@ def _module(name: str) -> types.ModuleType:
 
 
 LIBRARY = _module("optax_lowmem._src.kernels.triton_library")
-AROUND_THE_STEP = _module("optax_lowmem._src.step.gpu.jax_triton_kernel")
 
 
 # ---- launches ------------------------------------------------------------------------------------
@@ -213,17 +209,11 @@ def triton_call_04(
 
 def install(patch: pytest.MonkeyPatch, triton_call: Callable[..., Any] = triton_call_03) -> None:
     """Have generated kernels run here, the step's with the arithmetic of the reference."""
-    for package, name, module in (
-        (kernels, "triton_library", LIBRARY),
-        (gpu, "jax_triton_kernel", AROUND_THE_STEP),
-    ):
-        patch.setitem(sys.modules, f"{package.__name__}.{name}", module)
-        patch.setattr(package, name, module, raising=False)
+    patch.setitem(sys.modules, f"{kernels.__name__}.triton_library", LIBRARY)
+    patch.setattr(kernels, "triton_library", LIBRARY, raising=False)
     patch.setattr(jax_triton_call, "_triton_call", lambda: triton_call)
     patch.setattr(gpu_triton, "_compiled", functools.cache(LIBRARY.compiled_from))
-    patch.setattr(jax_triton, "_arithmetic", contextlib.nullcontext)
-    for name in ("_step", "_kernel"):  # without what was cached otherwise
-        patch.setattr(jax_triton, name, functools.cache(getattr(jax_triton, name).__wrapped__))
+    patch.setattr(gpu_triton._TracedProgram, "approximations", None)
 
 
 def run(source: str, name: str, *arguments: Any) -> list[np.ndarray]:

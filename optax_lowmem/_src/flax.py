@@ -7,7 +7,8 @@ Both are subclasses of Flax's classes, take any optax transformation, and read c
 Flax's classes wrote, and vice versa.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, TypeVar
 
 import jax
@@ -17,6 +18,7 @@ import optax
 from optax_lowmem._src.core import array_metadata
 from optax_lowmem._src.step import masters
 from optax_lowmem._src.wrappers import chain
+from optax_lowmem._src.wrappers.accumulate import accumulate_gradients
 from optax_lowmem._src.wrappers.init import WeightDtype, init
 
 try:
@@ -28,11 +30,11 @@ except ModuleNotFoundError as error:
         raise  # Flax is installed, but one of its dependencies is missing
     raise ImportError("optax_lowmem.flax needs Flax: pip install flax", name="flax") from error
 
-__all__ = ["Optimizer", "TrainState"]
+__all__ = ["Optimizer", "TrainState", "substitute"]
 
 M = TypeVar("M")
 
-as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # its name before Flax 0.12.7
+as_pure = array_metadata.pure
 
 
 def _overwrites(tree: object) -> bool:
@@ -259,3 +261,36 @@ def _fit_sharding(leaf: object) -> Any:
     if not array_metadata.is_variable(leaf) or len(inside) != 1:
         return leaf
     return array_metadata.fitted_variable(leaf, jnp.shape(inside[0]))
+
+
+@contextlib.contextmanager
+def substitute() -> Iterator[None]:
+    """Within this context `flax.nnx.Optimizer` and `optax.MultiSteps` are those of this package.
+
+    For trainers that make them themselves, such as tunix's and MaxText's. The first is `Optimizer`,
+    with its fused step. The second, given a number of steps and no other arguments, is
+    `accumulate_gradients`, whose mean takes 2 bytes per parameter instead of 4. The names are
+    replaced for all threads; objects made within the context remain what they are.
+
+    Example:
+      >>> import optax_lowmem as lowmem
+      >>> from flax import nnx
+      >>> from optax_lowmem.flax import Optimizer, substitute
+      >>> model, tx = nnx.Linear(64, 64, rngs=nnx.Rngs(0)), lowmem.flash_adamw(1e-3)
+      >>> with substitute():
+      ...     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)  # in a trainer's constructor
+      >>> type(optimizer) is Optimizer
+      True
+    """
+    originals = nnx.Optimizer, optax.MultiSteps
+
+    def accumulate(opt: Any, every_k_schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or callable(every_k_schedule):
+            return originals[1](opt, every_k_schedule, *args, **kwargs)
+        return accumulate_gradients(opt, every_k_schedule)
+
+    nnx.Optimizer, optax.MultiSteps = Optimizer, accumulate  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        nnx.Optimizer, optax.MultiSteps = originals  # type: ignore[misc]

@@ -190,7 +190,7 @@ def test_a_partial_tile_is_masked(shape, partial, monkeypatch):
     assert masks and all((mask is not None) == partial for mask in masks)
     if partial:
         tiling = Tiling(shape, 32, SMALL.elements)
-        last = tiles._row_mask(tiling, jnp.int32(tiling.tiles - 1))
+        last = tiles.Place.of(tiling, jnp.int32(tiling.tiles - 1)).row_mask
         assert last.tolist() == [True, False]
 
 

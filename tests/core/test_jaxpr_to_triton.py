@@ -1,5 +1,7 @@
 """Triton source of traced functions: the same numbers as JAX's, on NumPy, without Triton."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,7 @@ import optax_lowmem as lowmem
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import product
 from optax_lowmem._src.kernels import jaxpr_to_triton
-from optax_lowmem._src.step.gpu import jax_triton
-from optax_lowmem._src.step.operands import step_tile
+from optax_lowmem._src.step.gpu import kernel as gpu_step
 from tests import launch_cases, triton_on_numpy
 from tests.tiers import rows
 
@@ -162,21 +163,22 @@ def test_a_step(name, options, direct):
         state=state._replace(scales=jax.tree.map(lambda x: x.reshape(-1), state.scales)),
         of_block=jax.tree.map(lambda x: jnp.full((8, 1), 27.0), leaf.of_block),
     )
-    body = jax_triton._Body(
-        case.rule, plan, jax.tree.map(lambda x: x.dtype, leaf), tuple(sorted(scalars)), False, 8,
-        32, (False, False),
-    )  # fmt: skip
-    place = jnp.asarray(RNG.integers(0, 2**32, 8, np.uint32))
+    counters = jnp.asarray(RNG.integers(0, 2**32, 8, np.uint32))
     lane = jnp.asarray(RNG.integers(0, 2**32, 32, np.uint32))
-    arrays = [*jax.tree.leaves(leaf), *(scalars[key] for key in body.names), place, lane]
-    mine = triton_on_numpy.run(jax_triton._step(body), "step", *map(bits, arrays))
+    arrays, structure = jax.tree.flatten((leaf, scalars, counters, lane))
 
-    with jax.disable_jit(), numerics.kernel_arithmetic():
-        noise = (random.mix(place)[:, None], lane) if plan.noisy else None
+    def step(approximations, *arrays):
+        leaf, h, counters, lane = jax.tree.unflatten(structure, arrays)
+        noise = (random.mix(counters)[:, None], lane) if plan.noisy else None
         own = jax.tree.leaves(leaf.of_block)
         given = leaf._replace(of_block=product(own) if own else None)
-        wanted = step_tile(case.rule, plan, given, scalars, noise)
-    for one, other in zip(mine, jax.tree.leaves(wanted), strict=True):
+        result = gpu_step._step.__wrapped__(case.rule, plan, approximations, given, h, noise)
+        return jax.tree.leaves(result)
+
+    mine = found(functools.partial(step, jaxpr_to_triton.APPROXIMATIONS), *arrays)
+    with jax.disable_jit():
+        wanted = step(numerics.Approximations(), *arrays)
+    for one, other in zip(mine, wanted, strict=True):
         other = bits(other)
         assert one.dtype == other.dtype and one.shape == other.shape
         if one.dtype.kind in "iu" and one.dtype.itemsize == 1:

@@ -1,7 +1,6 @@
 """The fused step on a GPU: against the reference there, in place, and wherever it is called."""
 
 import functools
-import importlib
 import math
 
 import jax
@@ -15,6 +14,7 @@ from optax_lowmem._src.core import context, numerics
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.lion import LionRule
 from optax_lowmem._src.step import choose, tuning
+from optax_lowmem._src.step.gpu.kernel import launch
 from tests import launch_cases, tolerances
 from tests.contract_cases import pairwise
 from tests.step.test_step_backends import OPTIONS, STORED
@@ -38,8 +38,7 @@ def kernel(gpu_backend):
 
 
 def launcher(kernel):
-    name = {"pallas": "pallas_triton", "triton": "jax_triton"}[kernel]
-    return importlib.import_module(f"optax_lowmem._src.step.gpu.{name}").launch
+    return functools.partial(launch, backend=kernel)
 
 
 def build(optimizer, **storage):
@@ -159,7 +158,7 @@ def test_is_the_reference(kernel, optimizer, bits, direct, rounding):
     params, state = start(tx)
     assert on_gpu((params, state))
     plans = tx.engine.plans(params)
-    assert {choose(tx.engine.rule.of_leaf(plan.matrices), plan)[0] for plan in plans} == {kernel}
+    assert {choose(tx.engine.rule.for_leaf(plan.matrices), plan)[0] for plan in plans} == {kernel}
     step = both(tx, direct)
     for i in range(STEPS):
         one, other = step(drawn(1 + i % 2, BF16), state, params)
@@ -178,7 +177,7 @@ def test_matrices_of_muon(kernel, products):
     tx = rows.make(LEARNING_RATE, storage=how, ns_dtype=products, weight_decay=0.1)
     params, state = start(tx)
     plans = tx.engine.plans(params)
-    assert {choose(tx.engine.rule.of_leaf(plan.matrices), plan)[0] for plan in plans} == {kernel}
+    assert {choose(tx.engine.rule.for_leaf(plan.matrices), plan)[0] for plan in plans} == {kernel}
     step = both(tx)
     before = lowmem.master_params(params, state)
     for i in range(STEPS):

@@ -180,7 +180,7 @@ EINSUMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("subscripts,shape", rows(EINSUMS, EINSUMS[::3]))
+@pytest.mark.parametrize("subscripts,shape", rows(EINSUMS, EINSUMS[2::3]))
 def test_einsum(subscripts, shape):
     w = jax.random.normal(KEY, shape)
     found, exact, want = (

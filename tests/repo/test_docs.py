@@ -14,6 +14,7 @@ import pytest
 
 import optax_lowmem
 from benchmarks import records, tables
+from tests import levanter_stand_in  # noqa: F401
 from tests.repo.pages import README, blocks_of, run_block
 from tests.tolerances import COMPOSITION_SHARE
 

@@ -1,5 +1,6 @@
 """Pages of the README and docs/: code runs, commands exist, links have a target."""
 
+import ast
 import re
 import shlex
 
@@ -68,6 +69,17 @@ def test_the_readme_trains(as_users_do):
     assert old.is_deleted()
 
 
+def test_code_for_frameworks_is_that_of_programs():
+    """Every statement of the page is one of tests/integrations, run by `make test-frameworks`."""
+    page = (DOCS / "how_to" / "frameworks.md").read_text("utf-8")
+    blocks = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    programs = [path.read_text("utf-8") for path in ROOT.glob("tests/integrations/on_*.py")]
+    known = {ast.dump(node) for text in programs for node in ast.walk(ast.parse(text))}
+    shown = [node for text in blocks for node in ast.parse(text).body]
+    assert len(blocks) >= 4
+    assert not [ast.unparse(node) for node in shown if ast.dump(node) not in known]
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/choose.md"])
 def test_bytes_of_the_optimizers_tables(page):
     like = {"w": jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)}
@@ -98,7 +110,9 @@ def test_user_pages_are_short():
 
 
 # ---- commands ------------------------------------------------------------------------------------
-EXAMPLE = re.compile(r"python examples/(train_\w+)\.py((?: (?!#|and\b)[\w./=:-]+)*)")
+EXAMPLE = re.compile(
+    r"python examples/(train_\w+|finetune)\.py((?: (?!#|and\b)(?:'[^']*'|[\w./=:,-]+))*)"
+)
 
 
 def commands():

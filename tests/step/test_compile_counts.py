@@ -10,7 +10,7 @@ import pytest
 import optax_lowmem as lowmem
 from benchmarks import model_shapes
 from optax_lowmem._src.step import reference, xla
-from optax_lowmem._src.step.gpu import pallas_triton
+from optax_lowmem._src.step.gpu import kernel as gpu_step
 from tests.lowering import kernels_in, lower_for_cuda
 
 TX = lowmem.flash_adamw(1e-3)
@@ -33,7 +33,7 @@ def counts(on_a_gpu, monkeypatch):
 
     count("rule", type(TX.engine.rule), "update")
     count("fallback", reference, "fused_update")
-    count("copies", pallas_triton, "_store")
+    count("copies", gpu_step, "_store")
     static = ("rule", "plan", "two_passes")
     monkeypatch.setattr(xla, "plain", jax.jit(reference.fused_update, static_argnames=static))
     jax.clear_caches()  # of what other tests have traced

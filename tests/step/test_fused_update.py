@@ -134,7 +134,7 @@ def by_reference(name, bits, dtype, rounding):
         columns = (grads.values(), params.values(), states, shared)
         found, of_blocks = [], []
         for plan, g, p, own, own_shared in zip(plans, *columns, strict=True):
-            rule = engine.rule.of_leaf(plan.matrices)
+            rule = engine.rule.for_leaf(plan.matrices)
             h_leaf, leaf = engine.rule.hyperparameters_of(plan.matrices, h), Leaf(g, p, own)
             if rule.prepares == "matrices":  # a step without weights is what they are made of
                 leaf = leaf._replace(p=None)
@@ -196,7 +196,7 @@ def same_state(plan, one, other):
 
 def master(plan, p, update, correction):
     """f32 of the master weight after an update, or after a direct step, which gives the weight."""
-    landed = update if plan.direct else optax.apply_updates(p, update)
+    landed = update if plan.returns_params else optax.apply_updates(p, update)
     assert (landed.shape, landed.dtype) == (p.shape, p.dtype)
     joined = landed if plan.split is None else plan.split.join(landed, correction)
     return np.asarray(joined, np.float32)

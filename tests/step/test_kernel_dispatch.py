@@ -15,7 +15,7 @@ import optax_lowmem as lowmem
 from optax_lowmem._src import step as fused_update
 from optax_lowmem._src.core import context
 from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels import partitioned, platform
 from optax_lowmem._src.step import backend, tuning
 from optax_lowmem._src.step.batch import LeafBatch
 from optax_lowmem._src.step.gpu import launches
@@ -113,10 +113,20 @@ def test_what_is_asked_for(on_a_gpu, shape, tx, chosen):
 
 
 def test_several_devices(on_a_gpu, monkeypatch):
+    """Where JAX sees several, the program decides: what XLA takes is named in what it compiles."""
     monkeypatch.setattr(jax, "device_count", lambda: 8)
-    name, why = choose((64, 128))
-    assert name == "xla" and "8 devices are visible: give lowmem.step the" in why
-    assert choose((64, 128), "pallas") == ("pallas", "asked for")
+    assert choose((64, 128)) == ("pallas", "fused kernel")
+    params = {"w": jnp.ones((64, 128), BF16)}
+    assert "fused kernel; on several devices as lowmem.imp" in str(lowmem.explain(TX, params))
+    state, mesh = TX.init(params), gpu_mesh(data=8)
+    step = functools.partial(lowmem.step, TX)
+    assert kernels_in(lower_for_cuda(step, params, state, params, mesh=mesh)) == ["fused_update"]
+    monkeypatch.setattr(partitioned, "available", lambda: False)
+    sharding = jax.NamedSharding(mesh, P())
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (params, state, params)
+    )
+    assert kernels_in(lower_for_cuda(step, *args, mesh=mesh)) == []
 
 
 def test_inside_a_shard_map(on_a_gpu, monkeypatch):
@@ -181,7 +191,7 @@ def batches(*leaves, direct=True, **tuned):
     plans = [plan_of(shape, **how) for shape, how, _ in leaves]
     rows = [
         (
-            dataclasses.replace(plan, direct=direct),
+            dataclasses.replace(plan, returns_params=direct),
             jax.ShapeDtypeStruct(plan.shape, dtype),
             jax.ShapeDtypeStruct(plan.shape, plan.dtype),
         )

@@ -16,7 +16,7 @@ import optax_lowmem as lowmem
 from optax_lowmem import release
 from optax_lowmem._src.core import random
 from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.step.gpu import pallas_triton
+from optax_lowmem._src.step.gpu import kernel as gpu_step
 from tests import launch_cases, tolerances
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import POLICY, RULES, assert_alike, assert_same, changes, distance
@@ -367,7 +367,7 @@ def test_kernels_draw_for_a_part_too():
     tx = lowmem.flash_adamw(1e-3, storage=lowmem.Storage(policy=launch_cases.POLICY))
     case = launch_cases.make(tx, [(1, 7, 40), (1, 64)])
     case = dataclasses.replace(case, keys=random.part_keys(case.keys, jnp.int32(2)))
-    kernel = functools.partial(pallas_triton.launch, interpret=True)
+    kernel = functools.partial(gpu_step.launch, backend="interpret")
     launch_cases.compare(case, launch_cases.launch(case, kernel, Tile(256, 4)))
 
 

@@ -25,7 +25,7 @@ from optax_lowmem._src.kernels import tiles
 from optax_lowmem._src.optimizers.adam import AdamRule
 from optax_lowmem._src.step import backend, reference, tuning
 from optax_lowmem._src.step.batch import Leaf, LeafBatch
-from optax_lowmem._src.step.gpu import jax_triton, pallas_triton
+from optax_lowmem._src.step.gpu import kernel as gpu_step
 from optax_lowmem._src.step.rule import OF_BLOCK
 from optax_lowmem._src.step.tpu import pallas_tpu
 from tests import launch_cases, tolerances, triton_on_numpy
@@ -66,6 +66,7 @@ GPU_KERNELS = ("pallas on a GPU", "triton on a GPU")
 # of which most leaves are several, the last partial
 TILES = {"pallas": Tile(512, 4), "triton": Tile(512, 4), "pallas_tpu": Tile(1 << 12)}
 SMALL = tuning.Tuning(TILES["pallas"])
+TRITON = functools.partial(gpu_step.launch.__wrapped__, backend="triton")
 
 
 def builder(optimizer):
@@ -104,7 +105,7 @@ def make(optimizer, shapes, stored=None, how=None, **options):
             else arrays
             for slot, arrays, drop in zip(plan.slots, stored, plain, strict=True)
         ]
-        case.plans[i] = dataclasses.replace(new, direct=plan.direct)
+        case.plans[i] = dataclasses.replace(new, returns_params=plan.returns_params)
         scales = tuple(scale for _, scale in kept if scale is not None)
         state = leaf.state._replace(slots=tuple(codes for codes, _ in kept), scales=scales)
         case.leaves[i] = leaf._replace(state=state)
@@ -144,11 +145,11 @@ def launcher(kernel, monkeypatch):
     if kernel == "triton":
         triton_on_numpy.install(monkeypatch)
     return {
-        "pallas": functools.partial(pallas_triton.launch, interpret=True),
-        "triton": jax_triton.launch.__wrapped__,
+        "pallas": functools.partial(gpu_step.launch, backend="interpret"),
+        "triton": TRITON,
         "pallas_tpu": launch_on_tpu,
-        "pallas on a GPU": pallas_triton.launch,
-        "triton on a GPU": jax_triton.launch,
+        "pallas on a GPU": gpu_step.launch,
+        "triton on a GPU": functools.partial(gpu_step.launch, backend="triton"),
     }[kernel]
 
 
@@ -156,13 +157,13 @@ def launcher(kernel, monkeypatch):
 def interpreted(on_a_gpu, monkeypatch):
     """A step's kernel runs as plain JAX; the launches and how many leaves each has are listed."""
     launches = []
-    compiled = pallas_triton.launch
+    compiled = gpu_step.launch
 
-    def launch(*args):
+    def launch(*args, backend):
         launches.append(len(args[1]))
-        return compiled(*args, interpret=True)
+        return compiled(*args, backend="interpret")
 
-    monkeypatch.setattr(pallas_triton, "launch", launch)
+    monkeypatch.setattr(gpu_step, "launch", launch)
     return launches
 
 
@@ -170,7 +171,7 @@ def unsupported(kernel, rule, plan):
     """Return the reason why a kernel does not take a leaf, or None."""
     if kernel == "pallas_tpu":
         return pallas_tpu.unsupported(rule, plan)
-    return jax_triton.supported(rule, plan) if "triton" in kernel else None
+    return gpu_step.unsupported(rule, plan) if "triton" in kernel else None
 
 
 def check(kernel, case, launcher, tile=None):
@@ -438,7 +439,7 @@ IN_FULL = pytest.param("triton", marks=pytest.mark.full)
 @pytest.mark.parametrize("kernel", [IN_FULL, *ALONE])
 def test_many_leaves(kernel, launcher, monkeypatch):
     """More than a launch of generated Triton takes, of two kinds that take turns."""
-    monkeypatch.setattr(jax_triton, "_MAX_POINTERS", 40)
+    monkeypatch.setattr(gpu_step, "_MAX_POINTERS", 40)
     shapes = [(2 + i, 32 if i % 3 else 33) for i in range(7 if kernel == "triton" else 70)]
     case = make(lowmem.scale_by_flash_adam, shapes, dtype=F32, direct=False)
     check(kernel, case, launcher, Tile(128, 4))
@@ -475,7 +476,7 @@ def test_vmap_and_shard_map(kernel, launcher):
 def test_the_convention_of_jax_triton_04(monkeypatch, direct):
     """Also with a result that takes nothing's place."""
     triton_on_numpy.install(monkeypatch, triton_on_numpy.triton_call_04)
-    check("triton", make("flash_adamw", SHAPES[0], direct=direct), jax_triton.launch.__wrapped__)
+    check("triton", make("flash_adamw", SHAPES[0], direct=direct), TRITON)
 
 
 @pytest.mark.full
@@ -521,7 +522,7 @@ def test_one_cut_is_as_good_as_another(interpreted):
 
 def launched(case, tile):
     """Trace Pallas' kernel anew, with a test's changes, and run it on a case in interpret mode."""
-    anew = functools.partial(pallas_triton.launch.__wrapped__, interpret=True)
+    anew = functools.partial(gpu_step.launch.__wrapped__, backend="interpret")
     run = functools.partial(launch_cases.launch, case, anew, tile)
     return jax.jit(run, compiler_options=SAME_BITS)()
 
@@ -596,16 +597,16 @@ TILINGS = [
 def test_every_element_belongs_to_one_tile(tiling):
     shape, found, scales = tiling.element_view(jnp.zeros(tiling.shape)).shape, [], []
     for i in range(tiling.tiles):
-        tile = jnp.int32(i)
-        index, mask = tiles._elements(tiling, tile)
-        if tiling.flat:
-            index = np.meshgrid(*(int(s.start) + np.arange(s.size) for s in index), indexing="ij")
+        place = tiles.Place.of(tiling, jnp.int32(i))
+        index, mask = place.elements
+        index = [run.indices() for run in index]
+        index = np.meshgrid(*index, indexing="ij") if tiling.flat else index
         mask = np.ones(tiling.tile_shape, bool) if mask is None else np.asarray(mask)
-        row, column = (np.asarray(part)[mask] for part in index)
-        assert (column < shape[1]).all() and (row < shape[0]).all()
-        found.append(row * shape[1] + column)
-        at, kept = (tiles._scales(tiling, tile), tiles._row_mask(tiling, tile))
-        numbers = int(at.start) + np.arange(at.size)
+        inside = [np.asarray(part)[mask] for part in index]
+        assert all((part < size).all() for part, size in zip(inside, shape, strict=True))
+        found.append(np.ravel_multi_index(inside, shape))
+        at, kept = place._scales, place.row_mask
+        numbers = np.asarray(at.indices())
         scales.append(numbers if kept is None else numbers[np.asarray(kept)])
     np.testing.assert_array_equal(np.sort(np.concatenate(found)), range(math.prod(tiling.shape)))
     np.testing.assert_array_equal(np.concatenate(scales), range(tiling.groups))
@@ -631,13 +632,13 @@ def test_nothing_beyond_an_array_is_written(shape, size, stored, monkeypatch):
     case = make("flash_adamw", [shape], STORED[stored], how)
     (wanted,) = launched(case, tile)
     sentinel = 77  # of every dtype
-    plain = pallas_triton.views
+    plain = gpu_step.views
 
     def views(*args):
         return jax.tree.map(lambda x: padded(x, sentinel), plain(*args))
 
-    monkeypatch.setattr(pallas_triton, "views", views)
-    monkeypatch.setattr(pallas_triton, "restored", lambda plan, leaf, result: result)
+    monkeypatch.setattr(gpu_step, "views", views)
+    monkeypatch.setattr(gpu_step, "restored", lambda plan, leaf, result: result)
     (found,) = launched(case, tile)
     tiling = Tiling(shape, size, tile.elements)
     inside = views(case.plans[0], tiling, Leaf(wanted.update, None, wanted.state))
@@ -649,7 +650,7 @@ def test_nothing_beyond_an_array_is_written(shape, size, stored, monkeypatch):
 def reason(kernel, build, shape=(64, 512), dtype=BF16, **how):
     tx = build(1e-3, storage=storage(**how))
     (plan,) = tx.engine.plans({"w": jax.ShapeDtypeStruct(shape, dtype)})
-    return unsupported(kernel, tx.engine.rule.of_leaf(plan.matrices), plan)
+    return unsupported(kernel, tx.engine.rule.for_leaf(plan.matrices), plan)
 
 
 def with_a_step_of(function):

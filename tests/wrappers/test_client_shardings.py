@@ -114,6 +114,28 @@ def test_maxtext_nnx_on_eight_devices(cls):
     assert state.mu_scale["up"]["kernel"].sharding.spec == P("fsdp", None)
 
 
+@pytest.mark.filterwarnings("ignore:'sharding:DeprecationWarning")
+@pytest.mark.parametrize("key", ["sharding", "sharding_names"])
+@pytest.mark.parametrize("cls", [nnx.Optimizer, Optimizer])
+def test_maxtext_nnx_scanned_layers(cls, key):
+    """MaxText's scanned layers have an old key beside `out_sharding`, and are traced on no mesh."""
+    names = ("mlp", "layers", "embed")
+
+    def create():
+        model = nnx.Module()
+        kernel = nnx.Param(jnp.ones((256, 2, 160)), out_sharding=names)
+        model.kernel = kernel.replace(**{key: names, nnx.PARTITION_NAME: "layers"})
+        return cls(model, made(), wrt=nnx.Param)
+
+    with nnx.use_eager_sharding(False):
+        state = nnx.eval_shape(create).opt_state
+    for field, fitting in ("mu", names), ("mu_scale", ("mlp", "layers", None)):
+        leaf = getattr(state, field)["kernel"]
+        assert leaf.get_metadata()["out_sharding"] == fitting
+        spec = nn.logical_to_mesh_axes(fitting, rules=(*RULES, ("layers", None)))
+        NamedSharding(mesh(fsdp=8, tensor=1, sequence=1), spec).shard_shape(leaf.shape)
+
+
 WIDE = {"no groups are cut": 4096 * 32, "more parts than groups": 4096}
 
 

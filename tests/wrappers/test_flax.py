@@ -483,6 +483,22 @@ def test_what_flax_can_shard_stays_as_it_is(case):
         assert a.sharding == b.sharding
 
 
+def test_trainers_get_our_optimizer_and_accumulation(monkeypatch):
+    """tunix's `PeftTrainer` makes MultiSteps and nnx.Optimizer in its constructor."""
+    flaxs, optaxs = nnx.Optimizer, optax.MultiSteps
+    tx, model = adamw(), nnx.Linear(64, 64, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    with ours.substitute():
+        optimizer = nnx.Optimizer(model, optax.MultiSteps(tx, 4), wrt=nnx.Param)
+        assert isinstance(optax.MultiSteps(tx, 4, use_grad_mean=False), optaxs)
+    assert (nnx.Optimizer, optax.MultiSteps) == (flaxs, optaxs)
+    assert type(optimizer) is ours.Optimizer and isinstance(optimizer, flaxs)
+    assert optimizer.opt_state.accumulated["kernel"].dtype == jnp.bfloat16
+    refuse_update(monkeypatch)
+    with ours.substitute():
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, nnx.state(model, nnx.Param))
+
+
 def test_without_flax_the_import_says_what_to_install(monkeypatch):
     spec = importlib.util.spec_from_file_location("flaxless", ours.__file__)
     module = importlib.util.module_from_spec(spec)

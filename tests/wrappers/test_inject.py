@@ -27,11 +27,26 @@ def constructors():
                 yield name, required
 
 
-@pytest.mark.parametrize(("name", "required"), list(constructors()))
-def test_every_constructor_with_its_defaults(name, required):
+def arguments(name, required):
     inner = lowmem.flash_adam(1e-3) if name in ("accumulate_gradients", "pack_small_leaves") else (
         optax.adam(1e-3))  # fmt: skip
-    given = {key: GIVEN.get(key, inner) for key in required}
+    return {key: GIVEN.get(key, inner) for key in required}
+
+
+@pytest.mark.parametrize(("name", "required"), list(constructors()))
+def test_optax_in_bf16_names_ours(name, required):
+    """Where `optax.inject_hyperparams` fails in bf16, the error says what to use instead."""
+    tx = optax.inject_hyperparams(getattr(lowmem, name))(**arguments(name, required))
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    try:
+        jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
+    except (TypeError, ValueError) as error:
+        assert "lowmem.inject_hyperparams" in str(error)
+
+
+@pytest.mark.parametrize(("name", "required"), list(constructors()))
+def test_every_constructor_with_its_defaults(name, required):
+    given = arguments(name, required)
     tx = lowmem.inject_hyperparams(getattr(lowmem, name))(**given)
     state = jax.eval_shape(tx.init, PARAMS)
     _, after = jax.eval_shape(tx.update, PARAMS, state, PARAMS)

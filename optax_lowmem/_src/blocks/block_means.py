@@ -36,7 +36,7 @@ def mean_of_squares(
     return block.mean(jnp.square(x if scale is None else x * scale), in_parts)
 
 
-# ---- a leaf as columns to be summed, one axis after the other, and how tiles cut them ------------
+# ---- the launches that sum a leaf's columns, one axis after the other, and their tiles -----------
 
 _TILE = 8192  # elements of a program: 64 for each of 128 threads
 _ROWS, _ROWS_OF_PARTS = 64, 256  # of a tile at least, where columns are many; of sums of parts
@@ -201,7 +201,7 @@ def passes(block: Block, shape: tuple[int, ...]) -> list[Columns | Sides]:
 def read_once(block: Block, shape: tuple[int, ...]) -> bool:
     """Return whether one launch can read a leaf for all means of its block.
 
-    Rows lie side by side in memory, and no tile has parts of two.
+    Rows must be contiguous, and no tile may contain parts of two rows.
     """
     if not isinstance(block, Factors):
         return True
@@ -247,7 +247,7 @@ def supported(block: Block, g: jax.Array, implementation: str | None = None) -> 
     if g.size > MAX_ELEMENTS:
         return f"{g.size} elements: more than 32-bit offsets reach"
     if g.size >= _SMALL and not has_columns(block, g.shape):
-        return "its blocks lie along rows of memory, which XLA sums in one launch"
+        return "its blocks are contiguous in memory, and XLA sums them in one launch"
     return None
 
 
@@ -282,33 +282,20 @@ def means_of_squares(
     ]
     units = [(b,) if once else b.parts for b, once in zip(fitted, at_once, strict=True)]
     pairs = [(part, g) for parts, g in zip(units, gradients, strict=True) for part in parts]
-    means = iter(_means([part for part, _ in pairs], [g for _, g in pairs], scale, implementation))
-    return [
-        next(means) if once else block.joined([next(means) for _ in block.parts])
-        for block, once in zip(fitted, at_once, strict=True)
-    ]
-
-
-def _means(
-    blocks: Sequence[Block],
-    gradients: Sequence[jax.Array],
-    scale: jax.Array | None,
-    implementation: str | None,
-) -> list[jax.Array]:
-    """Return `means_of_squares` of blocks whose leaves are each read once."""
     means: dict[int, jax.Array] = {}
-    pairs = list(zip(blocks, gradients, strict=True))
     chosen = [i for i, pair in enumerate(pairs) if supported(*pair, implementation) is None]
     for batch in _batches(pairs, chosen):
         backend = _asked(implementation) or platform.backend()
         result = _by_kernel([pairs[i] for i in batch], scale, implementation is None, backend)
         means.update(zip(batch, result, strict=True))
     for i, (block, g) in enumerate(pairs):
-        if i in means:
-            continue
-        # a TPU's compiler sums whole columns as it reads them
-        means[i] = _by_xla(block, g, scale, in_parts=not platform.may_be_tpu(g))
-    return [means[i] for i in range(len(pairs))]
+        if i not in means:  # a TPU's compiler sums whole columns as it reads them
+            means[i] = _by_xla(block, g, scale, in_parts=not platform.may_be_tpu(g))
+    ordered = iter([means[i] for i in range(len(pairs))])
+    return [
+        next(ordered) if once else block.joined([next(ordered) for _ in block.parts])
+        for block, once in zip(fitted, at_once, strict=True)
+    ]
 
 
 def _batches(pairs: Sequence[tuple[Block, jax.Array]], indices: Sequence[int]) -> list[list[int]]:
@@ -333,24 +320,24 @@ def _by_kernel(
     from optax_lowmem._src.blocks import block_means_triton
 
     factor = jnp.ones((), jnp.float32) if scale is None else scale
-    blocks, gradients = zip(*pairs, strict=True)
+    gradients = [g for _, g in pairs]
+    block = pairs[0][0]  # all blocks and shapes are equal
 
     def launched(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
-        block, shape = blocks[0], gradients[0].shape  # of all of them
+        shape = gradients[0].shape
         launches = passes(block, shape)
         means = block_means_triton.means(launches, gradients, factor, backend=backend)
         return [mean.reshape(block.mean_shape(shape)) for mean in means]
 
     def plain(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
-        rows = zip(blocks, gradients, strict=True)
-        return [_by_xla(block, g, factor) for block, g in rows]
+        return [_by_xla(block, g, factor) for g in gradients]
 
     if not automatic:
         return launched(gradients, factor)
-    return with_fallback("cuda", launched, plain, list(gradients), factor)
+    return with_fallback("cuda", launched, plain, gradients, factor)
 
 
-# ---- what a step takes of the means --------------------------------------------------------------
+# ---- the operands that a step reads, from the means ----------------------------------------------
 
 
 def operands(
@@ -377,9 +364,9 @@ def operands(
     for (block, shape), leaves in alike.items():
         for first in range(0, len(leaves), _LEAVES):
             batch = leaves[first : first + _LEAVES]
-            given = [values[i] for i in batch]
-            made = _factors_by_kernel(block, shape, given, implementation)
-            results.update(zip(batch, made, strict=True))
+            of_batch = [values[i] for i in batch]
+            factors = _factors_by_kernel(block, shape, of_batch, implementation)
+            results.update(zip(batch, factors, strict=True))
     return [results[i] for i in range(len(values))]
 
 

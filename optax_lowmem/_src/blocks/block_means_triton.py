@@ -1,9 +1,9 @@
 """Means over the blocks of several leaves in GPU kernels.
 
-XLA makes a launch or two a leaf, which take longer than the bytes of most leaves. A program sums
-the rows of a tile; what the tiles of a column give is summed by the next launch, and so is the next
-axis of a block. Where means of rows are wanted beside those of columns, a program sums the columns
-of its tile too, so that a gradient is read once.
+XLA makes one or two launches per leaf, which take longer than reading most leaves. A program sums
+the rows of a tile; the next launch adds up the sums of a column's tiles, and further launches
+average over the block's other axes. If a block has means of rows and of columns, a program sums its
+tile along both axes, so that a gradient is read once.
 """
 
 import functools
@@ -29,17 +29,17 @@ def means(
     scale: jax.Array,
     backend: str = "pallas",
 ) -> list[jax.Array]:
-    """Mean of (scale g)^2 over each block of leaves that are alike, f32, flat.
+    """Return the mean of (scale g)^2 over each block of equal leaves, f32 and flat.
 
     Args:
-      passes: of each leaf, see `block_means.passes`.
-      gradients: f32 or 16-bit; of any one shape with so many elements.
+      passes: the launches of each leaf, from `block_means.passes`.
+      gradients: f32 or 16-bit, of one shape.
       scale: f32 scalar.
-      backend: as of `gpu_kernel.launch`.
+      backend: as in `gpu_kernel.launch`.
     """
     arrays = tuple(gradients)
-    for turn, one in enumerate(passes):
-        arrays = tuple(_launch(one, arrays, scale, turn == 0, backend))
+    for i, one in enumerate(passes):
+        arrays = tuple(_launch(one, arrays, scale, i == 0, backend))
     return [x.reshape(-1) for x in arrays]
 
 
@@ -47,7 +47,7 @@ def means(
 def _launch(
     one: Columns | Sides, arrays: tuple[jax.Array, ...], scale: jax.Array, first: bool, backend: str
 ) -> list[jax.Array]:
-    """Sums of the parts of each array, f32 of `one.result`; of squares at first."""
+    """Return partial sums of each array, f32 of shape `one.result`; `first` squares the array."""
     body: Callable[..., None]
     if isinstance(one, Sides):
         viewed, programs = [*arrays], one.matrices * one.tiles
@@ -60,7 +60,7 @@ def _launch(
         [scale.reshape(1), *viewed],
         [result_like(x, one.result, jnp.float32) for x in viewed],
         (len(arrays) * programs,),
-        # Triton's threads load more at once where each has more elements
+        # with more elements per thread, Triton loads more at once
         warps=2 if backend == "triton" else _WARPS,
         name="block_means",
         backend=backend,
@@ -70,11 +70,15 @@ def _launch(
 def _body(
     body: Callable[..., None], each: int, program: Program, scale_at: Operand, *arrays: Operand
 ) -> None:
-    """body(program, program of a leaf, scale, x, result), of the leaf that a program belongs to."""
+    """Run `body` for the leaf that a program belongs to, with the program's index in the leaf."""
     count = len(arrays) // 2
     leaf, tile = _divmod(program.index(), each)
-    pairs = list(zip(arrays[:count], arrays[count:], strict=True))
-    program.with_one(leaf, pairs, functools.partial(body, program, tile, scale_at))
+    program.with_one(
+        leaf,
+        range(count),
+        lambda i, _: (arrays[i], arrays[count + i]),
+        lambda pair: body(program, tile, scale_at, *pair),
+    )
 
 
 def _divmod(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
@@ -90,13 +94,13 @@ def _columns_body(
     x_at: Operand,
     sums_at: Operand,
 ) -> None:
-    part, turn = _divmod(tile, columns.across)
+    part, column_tile = _divmod(tile, columns.across)
     outer, down = _divmod(part, columns.parts)
-    top, start = down * jnp.int32(columns.tile_rows), turn * jnp.int32(columns.tile_width)
+    top, start = down * jnp.int32(columns.tile_rows), column_tile * jnp.int32(columns.tile_width)
     x = _load(columns, x_at, outer, top, start)
     share = 1 / columns.rows if columns.begins else 1.0
     if first:
-        # sums of 4^-k of the squares are finite where the mean is; exact, and once a program
+        # squares times 4^-k, which is exact, have a finite sum if their mean is finite
         k = (max(columns.rows, columns.row or 1) - 1).bit_length() + 1 >> 1
         program.keep_early()
         x = numerics.widen(x) * (scale_at.load(0) * jnp.float32(2.0**-k))
@@ -111,8 +115,8 @@ def _columns_body(
     of_rows = jnp.sum(x, axis=1) * jnp.float32(4.0**k / left.columns)
     among, within = _divmod(start, left.columns)
     matrix = outer * jnp.int32(columns.width // left.columns) + among
-    turn = lax.div(within, jnp.int32(columns.tile_width))
-    above = turn * jnp.int32(left.rows)
+    column_tile = lax.div(within, jnp.int32(columns.tile_width))
+    above = column_tile * jnp.int32(left.rows)
     _store(columns.even, sums_at, matrix, above + top, of_rows, above + jnp.int32(left.rows))
     above = jnp.int32(left.of_rows * left.rows) + down * jnp.int32(left.columns)
     _store(columns.even, sums_at, matrix, above + within, sums, above + jnp.int32(left.columns))
@@ -121,7 +125,7 @@ def _columns_body(
 def _load(
     columns: Columns, x_at: Operand, outer: jax.Array, top: jax.Array, start: jax.Array
 ) -> jax.Array:
-    """[tile_rows, tile_width] of an array; 0 beyond its ends."""
+    """Load a tile [tile_rows, tile_width] of an array; elements out of bounds are 0."""
     shape, above = (columns.tile_rows, columns.tile_width), outer * jnp.int32(columns.rows) + top
     where: tuple[Index, ...]
     if columns.even:
@@ -141,7 +145,7 @@ def _store(
     sums: jax.Array,
     end: jax.Array | int,
 ) -> None:
-    """Write along a line of sums, up to an end where tiles are not `even`."""
+    """Store sums along a row of the array of sums, up to `end` if tiles are not `even`."""
     if even:
         sums_at.store(line, Run(start, sums.size), values=sums)
         return
@@ -163,49 +167,49 @@ def _sides_body(
     of_rows = tile < sides.tiles_of_rows
 
     def either(row: int, column: int) -> jax.Array:
-        """A number of the rows' sums, or of those of columns."""
+        """Select a number by whether the tile has sums of rows or of columns."""
         return jnp.where(of_rows, jnp.int32(row), jnp.int32(column))
 
     across, width = either(*sides.across), either(sides.rows, sides.columns)
     tile = tile - either(0, sides.tiles_of_rows)
-    down, turn = lax.div(tile, across), lax.rem(tile, across)
+    down, column_tile = lax.div(tile, across), lax.rem(tile, across)
     part, lane = (
         lax.broadcasted_iota(jnp.int32, (sides.tile_parts, sides.tile_width), axis)
         for axis in (0, 1)
     )
     part, lane = (
         part + down * jnp.int32(sides.tile_parts),
-        lane + turn * jnp.int32(sides.tile_width),
+        lane + column_tile * jnp.int32(sides.tile_width),
     )
     mask = (part < either(sides.of_rows, sides.of_columns)) & (lane < width)
     index = either(0, sides.of_rows * sides.rows) + part * width + lane
     x = x_at.load(jnp.full_like(index, matrix), index, mask=mask, early=True)
     above = either(0, left.of_rows * left.rows) + down * width
-    start = above + turn * jnp.int32(sides.tile_width)
+    start = above + column_tile * jnp.int32(sides.tile_width)
     _store(False, sums_at, matrix, start, jnp.sum(x, axis=0), above + width)
 
 
-# ---- of means of rows and columns, what a step takes ---------------------------------------------
+# ---- the operands of a step from means of rows and columns ---------------------------------------
 
-_PART = 1024  # elements of a program
+_PART = 1024  # elements per program
 
 
 def factors(
     block: Factors, shape: tuple[int, ...], values: Sequence[jax.Array], backend: str = "pallas"
 ) -> list[tuple[jax.Array, ...]]:
-    """`Factors.operands` of leaves that are alike, in one launch.
+    """Return `Factors.operands` of equal leaves, with one launch.
 
     Args:
-      block: of all of them; columns are its last axis.
-      shape: of each leaf.
-      values: R and C in one array of each leaf, f32.
-      backend: as of `gpu_kernel.launch`.
+      block: the leaves' block, whose columns are the last axis.
+      shape: the leaves' shape.
+      values: R and C of each leaf, concatenated, f32.
+      backend: as in `gpu_kernel.launch`.
     """
     outer, rows, between, _ = block.matrices(shape)
     viewed = tuple(v.reshape(outer * between, -1) for v in values)
-    made = _launch_factors(viewed, between, rows, backend)
+    results = _launch_factors(viewed, between, rows, backend)
     shapes = [part.mean_shape(shape) for part in block.fit(shape).parts]
-    pairs = zip(made[: len(values)], made[len(values) :], strict=True)
+    pairs = zip(results[: len(values)], results[len(values) :], strict=True)
     return [tuple(x.reshape(s) for x, s in zip(pair, shapes, strict=True)) for pair in pairs]
 
 
@@ -213,7 +217,7 @@ def factors(
 def _launch_factors(
     values: tuple[jax.Array, ...], between: int, rows: int, backend: str
 ) -> list[jax.Array]:
-    """All shares of R, [outer * rows, between], then all C, [outer * between, columns]."""
+    """Return R over its mean, [outer * rows, between], of each leaf, then C of each leaf."""
     matrices, width = values[0].shape
     shapes = (matrices // between * rows, between), (matrices, width - rows)
     return gpu_kernel.launch(
@@ -234,7 +238,8 @@ def _factors_body(between: int, rows: int, program: Program, *arrays: Operand) -
     leaf, rest = _divmod(program.index(), tiles * matrices)
     matrix, tile = _divmod(rest, tiles)
 
-    def run(v_at: Operand, share_at: Operand, columns_at: Operand) -> None:
+    def run(chosen: tuple[Operand, ...]) -> None:
+        v_at, share_at, columns_at = chosen
         all_rows = lax.iota(jnp.int32, next_power_of_two(rows))
         r = v_at.load(jnp.full_like(all_rows, matrix), all_rows, mask=all_rows < rows)
         mean = jnp.sum(r * jnp.float32(1 / rows))
@@ -247,4 +252,4 @@ def _factors_body(between: int, rows: int, program: Program, *arrays: Operand) -
         inside = (lane >= rows) & (lane < width)
         columns_at.store(jnp.full_like(lane, matrix), column, values=v, mask=inside)
 
-    program.with_one(leaf, [arrays[i::count] for i in range(count)], run)
+    program.with_one(leaf, range(count), lambda i, _: arrays[i::count], run)

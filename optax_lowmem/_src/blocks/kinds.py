@@ -78,7 +78,7 @@ def _per_head(leaf: ModuleLeaf, leaves: Leaves, count: int, what: str) -> Block:
     return Block(
         (leaf.inner[inputs],),
         heads=(leaf.inner[out], count),
-        words=f"per head ({count} heads)",
+        description=f"per head ({count} heads)",
         reason=because(leaf, f"{what} of shape {shape}"),
     )
 
@@ -206,9 +206,9 @@ def classify(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
       ValueError: if a head count does not divide its axis, or key and query do not match.
     """
     if math.prod(leaf.shape) == 0:
-        return Block((), words="elementwise", reason="the leaf is empty")
+        return Block((), description="elementwise", reason="the leaf is empty")
     if not leaf.inner_shape:
-        return Block((), words="elementwise", reason=because(leaf, "a scalar"))
+        return Block((), description="elementwise", reason=because(leaf, "a scalar"))
     if leaf.array in BIASES:
         return _bias(leaf, leaves)
     if is_norm(leaf):

@@ -162,7 +162,7 @@ def whole(leaf: ModuleLeaf, reason: str) -> Block:
     """Return one block for the tensor, or one per layer if layers are stacked."""
     inner = leaf.inner if math.prod(leaf.shape) else ()
     text = "whole tensor" + (" of each layer" if leaf.stacked else "")
-    return Block(inner, words=text if inner else "elementwise", reason=because(leaf, reason))
+    return Block(inner, description=text if inner else "elementwise", reason=because(leaf, reason))
 
 
 def because(leaf: ModuleLeaf, reason: str) -> str:
@@ -172,7 +172,7 @@ def because(leaf: ModuleLeaf, reason: str) -> str:
 
 def layer_block(leaf: ModuleLeaf, text: str, axes: tuple[int, ...], reason: str) -> Block:
     """Return a block that averages over these axes of one layer's leaf."""
-    return Block(tuple(leaf.inner[a] for a in axes), words=text, reason=because(leaf, reason))
+    return Block(tuple(leaf.inner[a] for a in axes), description=text, reason=because(leaf, reason))
 
 
 def layered(leaf: ModuleLeaf) -> ModuleLeaf:

@@ -171,7 +171,7 @@ def _block(
 
 def _explicit(leaf: ModuleLeaf, value: Block | Sequence[int] | str, reason: str) -> Block:
     if value == "elementwise":
-        return Block((), words="elementwise", reason=reason)
+        return Block((), description="elementwise", reason=reason)
     if isinstance(value, str):
         return whole(leaf, reason)
     block = value if isinstance(value, Block) else Block(tuple(value))
@@ -201,8 +201,8 @@ class Row:
     def words(self) -> str:
         """Return a short description of its block."""
         block = self.block
-        if block.words:
-            return block.words
+        if block.description:
+            return block.description
         over = f"mean over axes {block.axes}" if block.axes else ""
         of_heads = f"per head of axis {block.heads[0]} ({block.heads[1]})" if block.heads else ""
         return ", ".join(filter(None, (over, of_heads))) or "elementwise"

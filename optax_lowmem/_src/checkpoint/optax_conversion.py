@@ -131,7 +131,7 @@ _BY_NAME = ("hyperparams", "hyperparams_states")
 
 
 class _Converter:
-    """Convert a state between low memory (`ours`) and optax (`plain`).
+    """Convert a state between low memory (`ours`) and optax (`theirs`).
 
     Args:
       decisions: those of the `init` of the low-memory optimizer.
@@ -141,90 +141,94 @@ class _Converter:
     def __init__(self, decisions: list[context.Decision], to_optax: bool):
         self.decisions, self.to_optax = Decisions(decisions), to_optax
 
-    def choose(self, ours: optax.OptState, plain: optax.OptState) -> tuple[Any, Any]:
+    def choose(self, ours: optax.OptState, theirs: optax.OptState) -> tuple[Any, Any]:
         """Return (the side to convert to, the side to convert from)."""
-        return (plain, ours) if self.to_optax else (ours, plain)
+        return (theirs, ours) if self.to_optax else (ours, theirs)
 
-    def walk(self, ours: optax.OptState, plain: optax.OptState, where: str = "state") -> Any:
+    def walk(self, ours: optax.OptState, theirs: optax.OptState, where: str = "state") -> Any:
         """Return the converted state, from a pair of states; `where` names them in errors."""
         kind = type(ours).__name__
         record = record_of(ours)
         if record is not None:
             convert = self._decoded_moments if self.to_optax else self._encoded_moments
-            return convert(ours, plain, record, where)
+            return convert(ours, theirs, record, where)
         if isinstance(ours, CompressedState):
             self.decisions.code_outside(ours)
             compressed = self._decompressed if self.to_optax else self._compressed
-            return compressed(ours, plain, where)
+            return compressed(ours, theirs, where)
         if kind == "SplitState":
-            inner = self.walk(ours.inner_state, plain, where)
+            inner = self.walk(ours.inner_state, theirs, where)
             return inner if self.to_optax else ours._replace(inner_state=inner)
         if not trees.holds(ours, _is_ours):
-            return self.same(ours, plain, where)
-        if trees.is_named_tuple(ours) and ours._fields == getattr(plain, "_fields", None):
-            return self._fields(ours, plain, where)
-        if type(ours) is tuple and type(plain) is tuple and len(ours) <= len(plain):
-            return self._parts(ours, plain, where)
-        named = type(ours) in trees.DICTS and type(plain) is type(ours)
-        if named and ours.keys() == plain.keys():
-            made, _ = self.choose(ours, plain)  # the result has its order of keys
-            return type(made)((k, self.walk(ours[k], plain[k], f"{where}[{k!r}]")) for k in made)
-        raise _unlike(ours, plain, where)
+            return self.same(ours, theirs, where)
+        if trees.is_named_tuple(ours) and ours._fields == getattr(theirs, "_fields", None):
+            return self._fields(ours, theirs, where)
+        if type(ours) is tuple and type(theirs) is tuple and len(ours) <= len(theirs):
+            return self._parts(ours, theirs, where)
+        named = type(ours) in trees.DICTS and type(theirs) is type(ours)
+        if named and ours.keys() == theirs.keys():
+            target, _ = self.choose(ours, theirs)  # the result has its order of keys
+            return type(target)(
+                (k, self.walk(ours[k], theirs[k], f"{where}[{k!r}]")) for k in target
+            )
+        raise _unlike(ours, theirs, where)
 
-    def same(self, ours: optax.OptState, plain: optax.OptState, where: str) -> Any:
+    def same(self, ours: optax.OptState, theirs: optax.OptState, where: str) -> Any:
         """Cast the arrays of one side to the dtypes of the other; both have the same tree."""
-        made, of = self.choose(ours, plain)
-        wanted: Any = jax.tree.structure(made)
-        if wanted != jax.tree.structure(of):
-            raise _unlike(ours, plain, where)
+        target, source = self.choose(ours, theirs)
+        wanted: Any = jax.tree.structure(target)
+        if wanted != jax.tree.structure(source):
+            raise _unlike(ours, theirs, where)
 
         def leaf(like: jax.Array | jax.ShapeDtypeStruct, x: jax.Array) -> Any:
             if jnp.shape(like) != jnp.shape(x):
-                raise ValueError(f"{where}: {_forms(ours)} here, but {_forms(plain)} in optax.")
+                raise ValueError(f"{where}: {_forms(ours)} here, but {_forms(theirs)} in optax.")
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 return x
             return jnp.asarray(x, like.dtype)
 
-        return jax.tree.map(leaf, made, of)
+        return jax.tree.map(leaf, target, source)
 
-    def _fields(self, ours: optax.OptState, plain: optax.OptState, where: str) -> Any:
-        made, of = self.choose(ours, plain)
+    def _fields(self, ours: optax.OptState, theirs: optax.OptState, where: str) -> Any:
+        target, source = self.choose(ours, theirs)
         results = {}
         for name in ours._fields:
             if name in _BY_NAME:
-                more = getattr(of, name)
-                results[name] = {k: more.get(k, value) for k, value in getattr(made, name).items()}
+                more = getattr(source, name)
+                results[name] = {
+                    k: more.get(k, value) for k, value in getattr(target, name).items()
+                }
             else:
-                pair = getattr(ours, name), getattr(plain, name)
+                pair = getattr(ours, name), getattr(theirs, name)
                 results[name] = self.walk(*pair, f"{where}.{name}")
-        return made._replace(**results)
+        return target._replace(**results)
 
-    def _parts(self, ours: tuple[Any, ...], plain: tuple[Any, ...], where: str) -> tuple[Any, ...]:
-        """Convert the links of two chains; one of `ours` may correspond to several of `plain`."""
-        more = len(plain) - len(ours)
+    def _parts(self, ours: tuple[Any, ...], theirs: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+        """Convert the links of two chains; one of `ours` may correspond to several of `theirs`."""
+        more = len(theirs) - len(ours)
         fused = [i for i, part in enumerate(ours) if record_of(part) is not None]
         if more and len(fused) != 1:
-            raise _unlike(ours, plain, where)
-        made: list[Any] = []
-        rest = list(plain)
+            raise _unlike(ours, theirs, where)
+        results: list[Any] = []
+        rest = list(theirs)
         for index, part in enumerate(ours):
             selected = more + 1 if more and index == fused[0] else 1
             several, rest = tuple(rest[:selected]), rest[selected:]
             beside = several if selected > 1 else several[0]
             result = self.walk(part, beside, f"{where}[{index}]")
             spliced = selected > 1 and self.choose(part, beside)[0] is beside
-            made.extend(result) if spliced else made.append(result)
-        return tuple(made)
+            results.extend(result) if spliced else results.append(result)
+        return tuple(results)
 
     # ---- encoding and decoding ---------------------------------------------------------------
 
     def _encoded_moments(
-        self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
+        self, ours: optax.OptState, theirs: optax.OptState, record: OptimizerRecord, where: str
     ) -> Any:
         values_of: dict[str, dict[str, Any]] = {slot: {} for slot in record.optax_fields}
         counts: list[Any] = []
         _map_moments(
-            plain,
+            theirs,
             record,
             lambda slot, tree: values_of[slot].update(trees.named_leaves(tree)),
             counts.append,
@@ -247,7 +251,7 @@ class _Converter:
             )
         return ours._replace(**fields)
 
-    def _compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
+    def _compressed(self, ours: CompressedState, theirs: optax.OptState, where: str) -> Any:
         codes: dict[str, Any] = {}
 
         def wide(slot: str, name: str, stored: optax.Params) -> Any:
@@ -262,8 +266,8 @@ class _Converter:
             leaves = [values if jnp.ndim(scale) else leaf for leaf, values, scale in rows]
             return jax.tree.unflatten(jax.tree.structure(stored), leaves)
 
-        inner = self.walk(coded_slots(ours, ours.inner_state, wide), plain, where)
-        counts = optax.tree.get_all_with_path(plain, "count")
+        inner = self.walk(coded_slots(ours, ours.inner_state, wide), theirs, where)
+        counts = optax.tree.get_all_with_path(theirs, "count")
         count = jnp.asarray(counts[0][1] if counts else 0, jnp.int32)
         scales: dict[str, Any] = {}
 
@@ -278,7 +282,7 @@ class _Converter:
         return CompressedState(count, ours.seed, coded_slots(ours, inner, encode), scales)
 
     def _decoded_moments(
-        self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
+        self, ours: optax.OptState, theirs: optax.OptState, record: OptimizerRecord, where: str
     ) -> Any:
         paths: dict[str, list[str]] = {slot: [] for slot in record.optax_fields}
 
@@ -287,17 +291,17 @@ class _Converter:
             take = functools.partial(self.decisions.take_inside, slot=slot)
             return _decoded(getattr(ours, slot), getattr(ours, f"{slot}_scale"), like, take)
 
-        made = _map_moments(plain, record, field_of, lambda _: jnp.asarray(ours.count), where)
+        result = _map_moments(theirs, record, field_of, lambda _: jnp.asarray(ours.count), where)
         for slot, names in paths.items():
             check_paths(slot, names, self.decisions.paths(slot), f"{where}.{slot}")
-        return made
+        return result
 
-    def _decompressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
+    def _decompressed(self, ours: CompressedState, theirs: optax.OptState, where: str) -> Any:
         def decode(slot: str, name: str, codes: optax.Params) -> Any:
             take = functools.partial(self.decisions.take, slot=slot)
             return _decoded(codes, ours.scales[name], self.decisions.values_of(slot, codes), take)
 
-        return self.walk(coded_slots(ours, ours.inner_state, decode), plain, where)
+        return self.walk(coded_slots(ours, ours.inner_state, decode), theirs, where)
 
 
 def _is_ours(node: object) -> bool:
@@ -306,7 +310,7 @@ def _is_ours(node: object) -> bool:
 
 
 def _map_moments(
-    plain: optax.OptState,
+    theirs: optax.OptState,
     record: OptimizerRecord,
     of_slot: Callable[[str, Any], Any],
     of_count: Callable[[jax.Array], Any],
@@ -315,7 +319,7 @@ def _map_moments(
     """Map functions over the moments and counts of the state of one optimizer in optax.
 
     Args:
-      plain: the state, or those of the links of a chain.
+      theirs: the state, or those of the links of a chain.
       record: the optimizer's record.
       of_slot: (slot, tree of a field) -> new tree.
       of_count: count -> new count.
@@ -346,16 +350,16 @@ def _map_moments(
             other.append(name)
         return value
 
-    made = map_slots(visit, plain)
+    result = map_slots(visit, theirs)
     if sorted(seen) != sorted(slots) or other:
         keeps = _by_state(slots) or "at most a count"
         has = ", ".join([*seen, *other]) or "nothing"
         raise ValueError(
             f"{where}: this optimizer continues from {keeps}, but optax's state has {has} "
-            f"(it is {kinds(plain)}). It belongs to another optimizer: pass the state of the one "
+            f"(it is {kinds(theirs)}). It belongs to another optimizer: pass the state of the one "
             "whose low-memory form this is."
         )
-    return made
+    return result
 
 
 def _by_state(names: Iterable[str]) -> str:
@@ -371,11 +375,11 @@ def _is_state(node: Any) -> bool:
     return trees.is_state(node) and bool(node._fields)
 
 
-def check_paths(what: str, found: Iterable[str], wanted: Sequence[str], where: str) -> None:
+def check_paths(what: str, paths: Iterable[str], wanted: Sequence[str], where: str) -> None:
     """Raise unless the leaves with a slot in optax are those with the slot here."""
-    found = list(found)
-    missing = [path for path in wanted if path not in found]
-    extra = [path for path in found if path not in wanted]
+    paths = list(paths)
+    missing = [path for path in wanted if path not in paths]
+    extra = [path for path in paths if path not in wanted]
     if missing or extra:
         raise ValueError(
             f"{where}: {what} does not have the leaves of the parameters: missing {missing[:3]}, "
@@ -396,10 +400,10 @@ def _forms(tree: object) -> str:
     return ", ".join(kinds(leaf) for leaf in jax.tree.leaves(tree)[:4])
 
 
-def _unlike(ours: optax.OptState, plain: optax.OptState, where: str) -> ValueError:
+def _unlike(ours: optax.OptState, theirs: optax.OptState, where: str) -> ValueError:
     return ValueError(
-        f"{where}: tx has the state {kinds(ours)} where the optax optimizer has {kinds(plain)}, so "
-        "the optimizers do not correspond. Build both from the same links and wrappers, such as "
+        f"{where}: tx has the state {kinds(ours)} where the optax optimizer has {kinds(theirs)}, "
+        "so the optimizers do not correspond. Build both from the same links and wrappers, such as "
         "lowmem.chain(clip, flash_adamw(...)) and optax.chain(clip, adamw(...))."
     )
 
@@ -483,14 +487,14 @@ def decode_leaf(
     decision: context.Decision, stored: jax.Array, scales: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
     """Decode a stored slot to f32 values, one per element of a leaf of this shape."""
-    own = decision.values_shape
+    values_shape = decision.values_shape
     if decision.codec is None:
         x = numerics.widen(stored)
     elif decision.block is None:
-        x = _decode(decision.codec, stored, scales, decision.group_size, own[-1])
+        x = _decode(decision.codec, stored, scales, decision.group_size, values_shape[-1])
     else:  # values of blocks are stored flat
-        row, length = stored.reshape(-1), math.prod(own)
-        x = _decode(decision.codec, row, scales, decision.group_size, length).reshape(own)
+        row, length = stored.reshape(-1), math.prod(values_shape)
+        x = _decode(decision.codec, row, scales, decision.group_size, length).reshape(values_shape)
     if decision.block is not None and x.shape != shape:
         return decision.block.spread(x, shape)
     return x

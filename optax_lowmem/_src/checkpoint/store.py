@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
-from optax_lowmem._src.checkpoint import checksums, files
+from optax_lowmem._src.checkpoint import checksums, files, objects
 from optax_lowmem._src.checkpoint.description import (
     check_version,
     compare,
@@ -82,9 +82,7 @@ def targets(
       shardings: of the state, or None.
       decisions: how the optimizer stores each slot.
     """
-    given = [getattr(p, "sharding", None) for p in jax.tree.leaves(params_like)]
-    widest = max((s for s in given if s is not None), key=lambda s: len(s.device_set), default=None)
-    here = _everywhere(widest or SingleDeviceSharding(jnp.zeros(()).devices().pop()))
+    here = objects.replicated(params_like)
     params = jax.tree.map(lambda p: _abstract(p, getattr(p, "sharding", None) or here), params_like)
     leaves, treedef = jax.tree.flatten(state_like)
     if shardings is None:
@@ -138,12 +136,6 @@ def _as_parameters(
     return results
 
 
-def _everywhere(sharding: Sharding) -> Sharding:
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec())
-    return sharding
-
-
 # ---- save and restore ----------------------------------------------------------------------------
 
 if TYPE_CHECKING:
@@ -189,14 +181,18 @@ def args(
 
 def save(
     path: StrPath,
-    tx: optax.GradientTransformation,
-    params: optax.Params,
-    state: optax.OptState,
-    step: int,
+    tx: Any,
+    params: Any = None,
+    state: optax.OptState = None,
+    step: int | None = None,
     *,
     keep: int | None = None,
 ) -> None:
     """Save parameters and state as one step of an Orbax `CheckpointManager` directory.
+
+    Of Flax: `save(path, model, optimizer)` saves an NNX model and its `nnx.Optimizer`, or ours;
+    `save(path, train_state)` a Linen `TrainState` or an `nnx.ModelAndOptimizer`; with random
+    streams, statistics and frozen parameters.
 
     It returns when the step is complete, so a training step may then donate the arrays. A step gets
     its final name only when it is complete: an interrupted save is never restored, and the next
@@ -205,10 +201,10 @@ def save(
 
     Args:
       path: directory of all steps; created if it does not exist.
-      tx: the optimizer.
-      params: its parameters.
+      tx: the optimizer; or an NNX model, or a `TrainState`.
+      params: its parameters; or the model's optimizer.
       state: its state.
-      step: number of the step.
+      step: number of the step; by default, of Flax's objects, the number of steps they have taken.
       keep: number of steps to keep, 1 or more: those with the highest numbers. None keeps all.
 
     Raises:
@@ -231,10 +227,15 @@ def save(
       ...     lowmem.checkpoint.latest_step(path)
       0
     """
+    if not hasattr(tx, "init"):
+        found = objects.contents(tx, params)
+        tx, params, state = found.tx, found.params, found.state
+        step = int(found.count) if step is None else step
     step = _whole("step", step, 0)
     keep = None if keep is None else _whole("keep", keep, 1, "or None, which keeps all, ")
     ocp = files.orbax()
-    items = args(tx, params, state)
+    with objects.advising(params, state):
+        items = args(tx, params, state)
     items[DESCRIPTION] = ocp.args.JsonSave({**items[DESCRIPTION].item, "checksums": checksums.FORM})
     with files.sole_writer(path):
         files.remove_temporary(path)
@@ -265,7 +266,7 @@ def _save(path: StrPath, step: int, keep: int | None, items: Any) -> None:
             manager.delete(old)
 
 
-def _whole(name: str, value: int, least: int, other: str = "") -> int:
+def _whole(name: str, value: Any, least: int, other: str = "") -> int:
     """Return a number of steps as an int; raise unless it is an integer of at least `least`."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
@@ -293,26 +294,30 @@ def latest_step(path: StrPath) -> int | None:
 
 def restore(
     path: StrPath,
-    tx: optax.GradientTransformation,
-    params_like: optax.Params,
+    tx: Any,
+    params_like: Any = None,
     *,
     step: int | None = None,
     shardings: Shardings = None,
-) -> tuple[Any, Any]:
+) -> Any:
     """Restore parameters and state as `save` wrote them, bit for bit, on any mesh and devices.
+
+    Of Flax: `restore(path, model, optimizer)` writes into these objects, onto the devices and with
+    the shardings of their arrays; so does `restore(path, model_and_optimizer)`. A `TrainState` is
+    not changed: `train_state = restore(path, train_state)`.
 
     Args:
       path: directory of all steps.
-      tx: the optimizer to continue with.
-      params_like: the parameters' shapes, dtypes and shardings: arrays or `jax.ShapeDtypeStruct`s,
-        such as `jax.eval_shape` of the function that initialises them.
+      tx: the optimizer to continue with; or a model or `TrainState` as was saved.
+      params_like: the model's optimizer; or the parameters' shapes, dtypes and shardings: arrays
+        or `jax.ShapeDtypeStruct`s, such as `jax.eval_shape` of the function that initialises them.
       step: step to restore; by default the newest complete one.
       shardings: of the state: a tree of `jax.sharding.Sharding`s or a prefix of it, such as one for
         all. By default arrays with a parameter's shape have its sharding, and the rest are
         replicated over the parameters' devices.
 
     Returns:
-      (params, state).
+      (params, state); of NNX objects None, of a `TrainState` a new one.
 
     Raises:
       ImportError: without Orbax.
@@ -331,8 +336,14 @@ def restore(
       >>> params["w"].dtype
       dtype(bfloat16)
     """
-    with open_manager(path, create=False) as manager:
-        return restore_from(manager, tx, params_like, step=step, shardings=shardings)
+    found = None
+    if not hasattr(tx, "init"):
+        found = objects.contents(tx, params_like)
+        tx, params_like = found.tx, found.params
+        shardings = found.shardings if shardings is None else shardings
+    with open_manager(path, create=False) as manager, objects.advising(params_like):
+        result = restore_from(manager, tx, params_like, step=step, shardings=shardings)
+    return result if found is None else found.put(*result)
 
 
 def restore_from(

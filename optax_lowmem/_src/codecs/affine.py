@@ -96,26 +96,17 @@ class AffineCodec(GroupCodec):
 
     def quantize(self, x: jax.Array, divisor: Grid, noise: jax.Array | None = None) -> jax.Array:
         """Return codes of f32 values; `divisor` is the grid of each element's group."""
-        if not self.guarded:
-            steps = numerics.quotient(x, divisor.step)
-            return self._paper_codes(jnp.clip(steps, -_FAR, _FAR), divisor.zero, noise)
-        z = jnp.clip(x * divisor.step + divisor.zero, -128, 127)
+        if self.guarded:
+            z = jnp.clip(x * divisor.step + divisor.zero, -128, 127)
+        else:  # as in the reference implementation, which rounds before it adds the zero-point
+            z = jnp.clip(numerics.quotient(x, divisor.step), -_FAR, _FAR)
         if noise is not None:
             lo = jnp.floor(z)
             z = lo + (noise < z - lo).astype(jnp.float32)
-        return self._stored(numerics.round_to_int(z), divisor.zero)
-
-    def _stored(self, code: jax.Array, zero: jax.Array) -> jax.Array:
-        """Return q - z modulo 256."""
-        return numerics.low_byte(_wrapped(code - zero.astype(jnp.int32)), jnp.int8)
-
-    def _paper_codes(self, steps: jax.Array, zero: jax.Array, noise: jax.Array | None) -> jax.Array:
-        """Return codes with x / step rounded before the zero-point is added."""
-        if noise is not None:
-            lo = jnp.floor(steps)
-            steps = lo + (noise < steps - lo).astype(jnp.float32)
-        code = numerics.round_to_int(steps) + zero.astype(jnp.int32)
-        return self._stored(jnp.clip(code, -128, 127), zero)
+        code, zero = numerics.round_to_int(z), divisor.zero.astype(jnp.int32)
+        if not self.guarded:
+            code = jnp.clip(code + zero, -128, 127)
+        return numerics.low_byte(_wrapped(code - zero), jnp.int8)  # q - z modulo 256
 
     def units(self, stored: jax.Array) -> Grid:
         """Return each group's grid, from its stored scale; if guarded, no code decodes to inf."""

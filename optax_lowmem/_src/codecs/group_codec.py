@@ -18,6 +18,7 @@ from optax_lowmem._src.codecs import (
 from optax_lowmem._src.core import explicit, random
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tiling
 from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 
 # ---- in plain jnp: the specification, and the path without a kernel ------------------------------
@@ -152,7 +153,7 @@ def encode(
 
     if implementation is not None:
         return kernel(x, key)
-    return platform.on_cuda(kernel, plain, x, key)
+    return with_fallback("cuda", kernel, plain, x, key)
 
 
 def decode(
@@ -206,4 +207,4 @@ def decode(
 
     if implementation is not None:
         return kernel(codes, scales)
-    return platform.on_cuda(kernel, plain, codes, scales)
+    return with_fallback("cuda", kernel, plain, codes, scales)

@@ -24,16 +24,16 @@ def _encode_tile(
 ) -> None:
     x_at, *key_at, codes_at, scales_at = arrays
     tile = program.index()
+    place = tiles.Place.of(tiling, tile)
     # lanes and groups of padding are 0, so they cannot raise the maximum of a real group
-    x = numerics.widen(tiles.load(tiling, x_at, tile))
+    x = numerics.widen(place.load(x_at))
     noise = None
     if key_at:
         bits = tiles.noise(tiling, tile, key_at[0].load(0))
         noise = random.join_bits(*bits, tiling.lanes, slot)
     codes, scales = codec.encode(x, noise)
-    packed = codec.pack(codes)
-    tiles.store(tiling.of_bytes(codec.codes_per_byte), codes_at, tile, packed)
-    tiles.store_scales(tiling, scales_at, tile, scales)
+    tiles.Place.of(tiling, tile, codec.codes_per_byte).store(codes_at, codec.pack(codes))
+    place.store_scales(scales_at, scales)
 
 
 def _decode_tile(
@@ -45,10 +45,9 @@ def _decode_tile(
     x_at: Operand,
 ) -> None:
     tile = program.index()
-    stored = tiles.load(tiling.of_bytes(codec.codes_per_byte), codes_at, tile)
-    codes = codec.unpack(stored, tiling.lanes)
-    x = codec.decode(codes, tiles.load_scales(tiling, scales_at, tile))
-    tiles.store(tiling, x_at, tile, x)
+    place, of_codes = (tiles.Place.of(tiling, tile, each) for each in (1, codec.codes_per_byte))
+    codes = codec.unpack(of_codes.load(codes_at), tiling.lanes)
+    place.store(x_at, codec.decode(codes, place.load_scales(scales_at)))
 
 
 def _launch_options(tiling: Tiling, tile: Tile, backend: str) -> dict[str, Any]:

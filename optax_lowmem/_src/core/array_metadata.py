@@ -19,7 +19,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 # If no mesh is known, assume up to this many shards per axis, times any odd number.
 _PARTS = 64
-_KEYS = ("out_sharding", "optimizer_sharding")  # of NNX; for a state Flax prefers the latter
+# Of NNX. In the state's variables Flax overwrites the first with each of the others.
+_KEYS = ("out_sharding", "optimizer_sharding", "sharding", "sharding_names")
 
 
 def _kind(node: object) -> str | None:
@@ -45,6 +46,13 @@ def is_box(node: object) -> bool:
 def is_variable(node: object) -> bool:
     """Return whether a node is an NNX `Variable`."""
     return _kind(node) == "variable"
+
+
+def pure(tree: Any) -> Any:
+    """Replace the NNX variables of a tree by their arrays."""
+    from flax import nnx
+
+    return (getattr(nnx, "as_pure", None) or nnx.pure)(tree)  # its name before Flax 0.12.7
 
 
 def unboxed(tree: optax.Params) -> optax.Params:

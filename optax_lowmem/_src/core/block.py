@@ -26,7 +26,7 @@ class Block:
       axes: axes to average over; v_mean has size 1 there. () is one value per element, as in Adam.
       heads: (axis, count): this axis has count x head_dim entries, is viewed as (count, head_dim)
         and averaged within each head; v_mean has `count` entries there.
-      words: a short description, such as `per row`.
+      description: a short description, such as `per row`.
       reason: why the leaf has this block.
       known: False if the leaf was not recognised and has the default block.
 
@@ -37,7 +37,7 @@ class Block:
 
     axes: tuple[int, ...] = ()
     heads: tuple[int, int] | None = None
-    words: str = dataclasses.field(default="", compare=False)
+    description: str = dataclasses.field(default="", compare=False)
     reason: str = dataclasses.field(default="", compare=False)
     known: bool = dataclasses.field(default=True, compare=False)
 
@@ -137,12 +137,11 @@ class Block:
         shape, block = self.mean_shape(x.shape), self.fit(x.shape)
         if x.size == 0:  # an empty leaf has no mean: its v stays 0, not NaN
             return x if self.elementwise else jnp.zeros(shape, jnp.float32)
-        along = _mean_along if in_parts else _mean_along_all
-        x = along(x, block.axes)
+        x = _mean_along(x, block.axes, in_parts)
         # heads after whole axes: to split an axis, XLA would materialise the elements to be summed
         heads = dataclasses.replace(block, axes=())
         viewed, axes = heads.view(x.shape)
-        return along(x.reshape(viewed), axes).reshape(shape)
+        return _mean_along(x.reshape(viewed), axes, in_parts).reshape(shape)
 
     def spread(self, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Broadcast `v`, one value per block, to the elements of a leaf of this shape."""
@@ -249,15 +248,12 @@ class Factors(Block):
         raise NotImplementedError("Factors have two means: use the views of their parts")
 
 
-def _mean_along_all(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Average over axes, kept with size 1."""
+def _mean_along(x: jax.Array, axes: tuple[int, ...], in_parts: bool) -> jax.Array:
+    """Average over axes, kept with size 1; in parts, over one axis after the other."""
+    if in_parts or not axes:
+        return functools.reduce(_mean_along_one, axes, x)
     length = math.prod(x.shape[axis] for axis in axes)
-    return jnp.sum(x * jnp.float32(1 / length), axis=axes, keepdims=True) if axes else x
-
-
-def _mean_along(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Average over one axis after the other, kept with size 1."""
-    return functools.reduce(_mean_along_one, axes, x)
+    return jnp.sum(x * jnp.float32(1 / length), axis=axes, keepdims=True)
 
 
 def _mean_along_one(x: jax.Array, axis: int) -> jax.Array:

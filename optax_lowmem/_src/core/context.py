@@ -59,15 +59,15 @@ class Masters:
     """Values that `lowmem.init` passes to the inner `init`, and values that it gets back.
 
     Attributes:
-      corrections: corrections by leaf path, which splits consume.
-      taken: paths of the consumed corrections.
+      corrections: corrections by leaf path, for splits.
+      consumed: paths of the corrections that splits have read.
       seed: the seed of all hashes.
       originals: f32 parameters by path, for transformations that store them.
       sampled: initial weights with noise, by path, from transformations that add noise.
     """
 
     corrections: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    taken: list[str] = dataclasses.field(default_factory=list)
+    consumed: list[str] = dataclasses.field(default_factory=list)
     seed: ArrayLike | None = None
     originals: dict[str, jax.Array] | None = None
     sampled: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -216,13 +216,13 @@ def provided_correction(path: str) -> jax.Array | None:
     masters = _context.get().masters
     if masters is None or path not in masters.corrections:
         return None
-    if path in masters.taken:
+    if path in masters.consumed:
         raise ValueError(
             f"leaf '{path}' would get two corrections: two optimizers split its master weight, or "
             "two leaves have this path. Keep one split, and give the other optimizer "
             "storage=Storage(master_weight_bits=None); rename a leaf whose key has a '/'."
         )
-    masters.taken.append(path)
+    masters.consumed.append(path)
     return masters.corrections[path]
 
 
@@ -240,7 +240,7 @@ def joining(
     if masters is None:
         yield
         return
-    corrections, selected = dict(masters.corrections), list(masters.taken)
+    corrections, selected = dict(masters.corrections), list(masters.consumed)
     for name, leaves in packs.items():
         provided = [provided_correction(leaf) for leaf in leaves]
         for leaf in leaves:
@@ -248,9 +248,11 @@ def joining(
         kept = [correction for correction in provided if correction is not None]
         if len(kept) == len(leaves):
             corrections[name] = join(kept)
-    with providing(dataclasses.replace(masters, corrections=corrections, taken=selected)) as inner:
+    with providing(
+        dataclasses.replace(masters, corrections=corrections, consumed=selected)
+    ) as inner:
         yield
-    masters.taken += [path for path in inner.taken if path not in masters.taken]
+    masters.consumed += [path for path in inner.consumed if path not in masters.consumed]
 
 
 def provided_original(path: str) -> jax.Array | None:
@@ -259,7 +261,7 @@ def provided_original(path: str) -> jax.Array | None:
     return None if masters is None or masters.originals is None else masters.originals.get(path)
 
 
-def hand_sampled(path: str, weight: jax.Array) -> None:
+def report_sampled(path: str, weight: jax.Array) -> None:
     """Pass the initial weight with noise to `lowmem.init`."""
     masters = _context.get().masters
     if masters is not None:

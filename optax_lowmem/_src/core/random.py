@@ -128,10 +128,11 @@ def row_bits(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
     The indices are multiplied by an odd number per axis, summed, and mixed once per group. A part
     of an array gets the same bits as the whole array.
     """
-    return mix(_place(key, coordinates))
+    return mix(counter(key, coordinates))
 
 
-def _place(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
+def counter(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
+    """Return the uint32 whose hash is R of groups: see `row_bits`."""
     for axis, index in enumerate(coordinates):
         key = key + index * odd(axis)
     return key
@@ -160,7 +161,7 @@ def words(
       coordinates: uint32 indices of the places along each axis, which broadcast.
       count: number of words per place.
     """
-    place, axis = _place(keys[0], coordinates), len(coordinates)
+    place, axis = counter(keys[0], coordinates), len(coordinates)
     drawn = []
     for draw in range(count):
         tweak = keys[1] + jnp.uint32(draw * _GOLDEN & 0xFFFFFFFF)

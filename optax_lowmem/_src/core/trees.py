@@ -134,24 +134,23 @@ def match(what: str, tree: optax.Updates, params: optax.Params) -> list[jax.Arra
       ValueError: if a leaf is missing, extra or has another shape.
       TypeError: if a leaf is complex.
     """
-    of_params, leaves = jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(tree)
     like: Any = jax.tree.structure(params)
-    if like != jax.tree.structure(tree):
-        if differs := difference(_names(params), _names(tree)):
-            raise ValueError(
-                f"the {what} tree does not have the structure of the parameters: {differs}. "
-                "Pass the same tree to init and update."
-            )
-    for (path, param), leaf in zip(of_params, leaves, strict=True):
+    if like != jax.tree.structure(tree) and (differs := difference(_names(params), _names(tree))):
+        raise ValueError(
+            f"the {what} tree does not have the structure of the parameters: {differs}. "
+            "Pass the same tree to init and update."
+        )
+    leaves = jax.tree.leaves(tree)
+    for i, (leaf, param) in enumerate(zip(leaves, jax.tree.leaves(params), strict=True)):
         if jnp.shape(leaf) != jnp.shape(param):
             raise ValueError(
-                f"{what} '{path_name(path)}' has shape {jnp.shape(leaf)}, its parameter has "
+                f"{what} '{_names(params)[i]}' has shape {jnp.shape(leaf)}, its parameter has "
                 f"{jnp.shape(param)}: pass one with its parameter's shape."
             )
         if jnp.iscomplexobj(leaf):
             raise TypeError(
-                f"{what} '{path_name(path)}' is {leaf.dtype}, whose imaginary part would be lost: "
-                "pass a real one."
+                f"{what} '{_names(params)[i]}' is {leaf.dtype}, whose imaginary part would be "
+                "lost: pass a real one."
             )
     return leaves
 

@@ -18,6 +18,7 @@ from optax_lowmem._src.codecs.base import E8M8Scale
 from optax_lowmem._src.core import groups, numerics
 from optax_lowmem._src.core.groups import next_power_of_two
 from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.quantized_matmul import (
     E4M3,
     Format,
@@ -133,8 +134,8 @@ def row(w: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def store_normed_plain(
-    x: jax.Array, scale: jax.Array, eps: float, group_size: int, exact: bool
-) -> tuple[Grouped, jax.Array, jax.Array]:
+    x: jax.Array, scale: jax.Array, eps: float, group_size: int, exact: bool, keep: bool = True
+) -> tuple[Grouped | None, jax.Array, jax.Array]:
     """Quantize the input of RMSNorm, and compute the largest magnitude of its output.
 
     Args:
@@ -143,16 +144,17 @@ def store_normed_plain(
       eps: added under the square root.
       group_size: of the quantized input.
       exact: whether the norm is computed from x; otherwise from the quantized x.
+      keep: whether to return the quantized x; False requires `exact`.
 
     Returns:
-      (quantized x, 1 / RMS of rows [..., 1], largest magnitude of the output [1, ..., 1]).
+      (quantized x or None, 1 / RMS of rows [..., 1], largest magnitude of the output [1, ..., 1]).
     """
     stored = store(x, group_size)
     given = numerics.widen(x) if exact else restore(stored, group_size)
     inverse = inverse_rms(given, eps, group_size)
     # a row's maximum of y = r x w is r times that of x w, so one pass over x computes both
     largest = group_absmax(given * row(scale, x), group_size) * inverse
-    return stored, inverse, matmul.absmax_of(largest, None)
+    return stored if keep else None, inverse, matmul.absmax_of(largest, None)
 
 
 # ---- activation functions ------------------------------------------------------------------------
@@ -165,7 +167,7 @@ def gated(activation: str, *given: jax.Array) -> jax.Array:
 
 
 def store_gated_plain(
-    given: tuple[jax.Array, ...], activation: str, group_size: int, exact: bool
+    given: tuple[jax.Array, ...], activation: str, group_size: int, exact: bool, keep: bool = True
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
     """Quantize the inputs of an activation function, and compute its output's largest magnitude.
 
@@ -174,6 +176,7 @@ def store_gated_plain(
       activation: a key of ACTIVATIONS.
       group_size: of the quantized inputs.
       exact: whether the output is computed from the inputs; otherwise from the quantized inputs.
+      keep: whether to return the quantized inputs; False requires `exact`.
 
     Returns:
       (each input quantized, largest magnitude of the output [1, ..., 1]).
@@ -183,7 +186,7 @@ def store_gated_plain(
         values = [numerics.widen(x) for x in given]
     else:
         values = [restore(one, group_size) for one in stored]
-    return stored, tensor_absmax(gated(activation, *values), group_size)
+    return stored if keep else (), tensor_absmax(gated(activation, *values), group_size)
 
 
 # ---- the choice of the implementation ------------------------------------------------------------
@@ -221,13 +224,11 @@ def supported(
 def store_normed(
     x: jax.Array, scale: jax.Array, eps: float, group_size: int, exact: bool, keep: bool = True
 ) -> tuple[Grouped | None, jax.Array, jax.Array]:
-    """Compute `store_normed_plain`, with one kernel that reads x once where it is supported.
-
-    Without `keep`, which an `exact` norm allows, nothing is stored and the first result is None.
-    """
-    static: dict[str, Any] = {"eps": eps, "group_size": group_size, "exact": exact}
+    """Compute `store_normed_plain`, with one kernel that reads x once where it is supported."""
+    static: dict[str, Any] = {"eps": eps, "group_size": group_size, "exact": exact, "keep": keep}
+    plain: Callable[..., Any] = partial(store_normed_plain, **static)
     if supported(x, group_size, whole_rows=True) is not None:
-        return store_normed_plain(x, scale, **static)
+        return plain(x, scale)
     from optax_lowmem._src.fp8_flow import kernels_triton
 
     backend = platform.backend()
@@ -235,28 +236,21 @@ def store_normed(
     def kernel(x: jax.Array, scale: jax.Array) -> tuple[Grouped | None, jax.Array, jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
         stored, inverse, largest = kernels_triton.store_normed(
-            rows, scale, **static, backend=backend, keep=keep
+            rows, scale, **static, backend=backend
         )
         if stored is not None:
             scales = stored.scales.reshape(groups.scale_shape(x.shape, group_size))
             stored = Grouped(stored.codes.reshape(x.shape), scales)
         return stored, inverse.reshape(*x.shape[:-1], 1), _maximum(largest, x)
 
-    def plain(x: jax.Array, scale: jax.Array) -> tuple[Grouped | None, jax.Array, jax.Array]:
-        stored, inverse, largest = store_normed_plain(x, scale, **static)
-        return stored if keep else None, inverse, largest
-
-    return platform.on_cuda(kernel, plain, x, scale)
+    return with_fallback("cuda", kernel, plain, x, scale)
 
 
 def store_gated(
     given: tuple[jax.Array, ...], activation: str, group_size: int, exact: bool, keep: bool = True
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
-    """Compute `store_gated_plain`, with one kernel that reads each input once where supported.
-
-    Without `keep`, which an `exact` function allows, nothing is stored and the first result is ().
-    """
-    static: dict[str, Any] = {"group_size": group_size, "exact": exact}
+    """Compute `store_gated_plain`, with one kernel that reads each input once where supported."""
+    static: dict[str, Any] = {"group_size": group_size, "exact": exact, "keep": keep}
     static["activation"] = activation
     if not lowers(activation) or supported(given[0], group_size) is not None:
         return store_gated_plain(given, **static)
@@ -265,14 +259,10 @@ def store_gated(
     backend = platform.backend()
 
     def kernel(*given: jax.Array) -> tuple[tuple[Grouped, ...], jax.Array]:
-        stored, largest = kernels_triton.store_gated(given, **static, backend=backend, keep=keep)
+        stored, largest = kernels_triton.store_gated(given, **static, backend=backend)
         return stored, _maximum(largest, given[0])
 
-    def plain(*given: jax.Array) -> tuple[tuple[Grouped, ...], jax.Array]:
-        stored, largest = store_gated_plain(given, **static)
-        return stored if keep else (), largest
-
-    return platform.on_cuda(kernel, plain, *given)
+    return with_fallback("cuda", kernel, lambda *given: store_gated_plain(given, **static), *given)
 
 
 def transposes_reason(
@@ -339,14 +329,14 @@ def quantized_for_products(
     Returns:
       The codes and their scale; the codes as [n, tokens], or None.
     """
-    first = given[0]
+    shape, dtype = given[0].shape, given[0].dtype
 
     def plain(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
         codes = quantized(function(*map(numerics.widen, given)), absmax)
-        return codes, codes.codes.reshape(-1, first.shape[-1]).T
+        return codes, codes.codes.reshape(-1, shape[-1]).T
 
-    like = jax.ShapeDtypeStruct((*first.shape[:-1], _COLUMNS), E4M3.dtype)
-    if not over_tokens or transposes_reason(first, like, first.dtype) is not None:
+    like = jax.ShapeDtypeStruct((*shape[:-1], _COLUMNS), E4M3.dtype)
+    if not over_tokens or transposes_reason(given[0], like, dtype) is not None:
         return plain(absmax, *given)[0], None
     from optax_lowmem._src.fp8_flow import kernels_triton
 
@@ -357,15 +347,15 @@ def quantized_for_products(
         codes, transposed = kernels_triton.quantize_both(
             x, absmax, E4M3, backend, function, tuple(beside)
         )
-        scale = codes.scales.reshape((1,) * first.ndim)
-        return Quantized(codes.codes.reshape(first.shape), scale), transposed
+        scale = codes.scales.reshape((1,) * len(shape))
+        return Quantized(codes.codes.reshape(shape), scale), transposed
 
     def apart(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
         codes, _ = plain(absmax, *given)
-        rows = codes.codes.reshape(-1, first.shape[-1])
+        rows = codes.codes.reshape(-1, shape[-1])
         return codes, kernels_triton.transpose(rows, backend=backend)
 
-    return platform.on_cuda(both if now else apart, plain, absmax, *given)
+    return with_fallback("cuda", both if now else apart, plain, absmax, *given)
 
 
 def multiply_over_tokens(
@@ -417,7 +407,7 @@ def multiply_over_tokens(
         scales = codes.scales.reshape((1,) * g.ndim)
         return Quantized(codes.codes.reshape(g.shape), scales), product
 
-    return platform.on_cuda(kernel, plain, x, g, absmax)
+    return with_fallback("cuda", kernel, plain, x, g, absmax)
 
 
 def _maximum(parts: jax.Array, like: jax.Array) -> jax.Array:

@@ -105,14 +105,15 @@ def _gate_body(
     activation: str, exact: bool, tiling: Tiling, inputs: int, program: Program, *arrays: Operand
 ) -> None:
     tile = program.index()
+    place = tiles.Place.of(tiling, tile)
     values, stored_at = [], arrays[inputs:-1]
     for i in range(inputs):
-        x = numerics.widen(tiles.load(tiling, arrays[i], tile))
+        x = numerics.widen(place.load(arrays[i]))
         if stored_at:
             codes_at, scales_at = stored_at[2 * i : 2 * i + 2]
             stored = kernels.store_groups(x)
-            tiles.store(tiling, codes_at, tile, stored.codes)
-            tiles.store_scales(tiling, scales_at, tile, stored.scales)
+            place.store(codes_at, stored.codes)
+            place.store_scales(scales_at, stored.scales)
             x = x if exact else kernels.restore_groups(stored)
         values.append(x)
     # f(0) = 0, so padding does not raise the maximum

@@ -1,6 +1,7 @@
-"""A kernel with a fallback for other platforms, which is traced only if it is lowered.
+"""A kernel, and what replaces it on other platforms and on several devices.
 
-`jax.lax.platform_dependent` alone traces every branch, and then lowers one.
+A kernel call is opaque to XLA's partitioner, which would gather its operands. How many devices a
+program is for is known where JAX lowers it, and not where JAX traces it.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,20 +11,27 @@ import jax
 import jax.extend as jex
 from jax.interpreters import ad, batching, mlir
 
-_Fallback = Callable[..., list[jax.Array]]  # of the flat arguments, with flat results
+from optax_lowmem._src.core.compiled import is_eager
+from optax_lowmem._src.kernels import partitioned
+from optax_lowmem._src.kernels.partitioned import Partition
 
-_fallback = jex.core.Primitive("fallback")
-_fallback.multiple_results = True
+_Flat = Callable[..., list[jax.Array]]  # of the flat arguments, with flat results
 
 
 def with_fallback(
-    name: str, kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any
+    name: str,
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    *args: Any,
+    several: Callable[..., Any] | None = None,
+    partition: Partition | None = None,
 ) -> Any:
-    """Return kernel(*args) on the kernel's platform, else plain(*args).
+    """Return kernel(*args) on one device of the kernel's platform, else plain(*args).
 
     A computation for the host's CPU may be traced on a machine with an accelerator, and one for
-    several platforms may be exported: JAX decides which of the two is lowered. The kernel is always
-    traced; the fallback must return the same shapes and dtypes.
+    several platforms may be exported: which of the two runs is decided where JAX lowers it. The
+    kernel is always traced, and a fallback only if it is lowered; both must return the same shapes
+    and dtypes.
 
     Args:
       name: the kernel's platform, as in `jax.lax.platform_dependent`.
@@ -31,11 +39,15 @@ def with_fallback(
       plain: the fallback. It may be traced after this call has returned: it must take all of its
         arrays as arguments, and depend on no other state.
       *args: pytrees of arrays.
+      several: the fallback for several devices of the kernel's platform, by default `plain`. In a
+        `shard_map` over all axes the kernel runs on each device.
+      partition: how the kernel is cut over several devices, where XLA's partitioner can be asked
+        (`partitioned.can_lower`).
     """
     types: list[Any] = []  # filled with one item, the types of the kernel's results
 
     def first(*args: Any) -> Any:
-        result = kernel(*args)
+        result = on_one_device(kernel, several or plain, *args, partition=partition)
         types[:] = [jax.tree.map(jax.typeof, result)]
         return result
 
@@ -44,16 +56,62 @@ def with_fallback(
             return plain(*args)
         leaves, treedef = jax.tree.flatten(args)
         wanted, structure = jax.tree.flatten(types[0])
-
-        def flat(*leaves: Any) -> list[jax.Array]:
-            result = plain(*jax.tree.unflatten(treedef, leaves))
-            _check(jax.tree.map(jax.typeof, result), types[0])
-            return jax.tree.leaves(result)
-
-        result = _fallback.bind(*leaves, function=flat, types=tuple(wanted))
+        flat = _flattened(plain, treedef, types[0])
+        result = _kernel.bind(
+            *leaves, kernel=None, several=flat, partition=None, count=len(leaves), types=(*wanted,)
+        )
         return jax.tree.unflatten(structure, result)
 
     return jax.lax.platform_dependent(*args, default=second, **{name: first})
+
+
+def on_one_device(
+    kernel: Callable[..., Any],
+    several: Callable[..., Any],
+    *args: Any,
+    partition: Partition | None = None,
+) -> Any:
+    """Return kernel(*args) in a program for one device, else parts of it or several(*args).
+
+    Args:
+      kernel: a function of arrays, which is always traced.
+      several: as `plain` of `with_fallback`.
+      *args: pytrees of arrays.
+      partition: as of `with_fallback`.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    if is_eager(leaves):
+        return (kernel if _on_one_device(leaves) else several)(*args)
+    results: list[Any] = []
+
+    def flat(*leaves: jax.Array) -> list[jax.Array]:
+        results[:] = [kernel(*jax.tree.unflatten(treedef, leaves))]
+        return jax.tree.leaves(results[0])
+
+    traced = jax.make_jaxpr(flat)(*leaves)
+    structure = jax.tree.structure(results.pop())
+    types = jax.tree.unflatten(structure, traced.out_avals)
+    result = _kernel.bind(
+        *leaves,
+        *traced.consts,  # arrays that the kernel closes over
+        kernel=traced.jaxpr,
+        several=_flattened(several, treedef, types),
+        partition=partition,
+        count=len(leaves),
+        types=tuple(traced.out_avals),
+    )
+    return jax.tree.unflatten(structure, result)
+
+
+def _flattened(plain: Callable[..., Any], treedef: Any, types: Any) -> _Flat:
+    """Return a fallback that takes and returns flat arrays, and checks the types of its results."""
+
+    def flat(*leaves: Any) -> list[jax.Array]:
+        result = plain(*jax.tree.unflatten(treedef, leaves))
+        _check(jax.tree.map(jax.typeof, result), types)
+        return jax.tree.leaves(result)
+
+    return flat
 
 
 def _check(found: Any, wanted: Any) -> None:
@@ -63,25 +121,97 @@ def _check(found: Any, wanted: Any) -> None:
         raise TypeError(f"the fallback returns {found}, but its kernel {wanted}")
 
 
-def _call(*args: Any, function: _Fallback, types: tuple[Any, ...]) -> list[jax.Array]:
-    return function(*args)
+def _on_one_device(leaves: Sequence[Any]) -> bool:
+    """Return whether concrete arrays are on one device."""
+    return all(len(x.devices()) == 1 for x in leaves if isinstance(x, jax.Array))
+
+
+# ---- the primitive -------------------------------------------------------------------------------
+# Operands are the flat arguments, then the arrays that the kernel closes over. Parameters are the
+# kernel's jaxpr (None for another platform), the fallback, and the number of arguments.
+
+_kernel = jex.core.Primitive("kernel")
+_kernel.multiple_results = True
+
+
+def _of_jaxpr(jaxpr: Any, count: int) -> _Flat:
+    """Return a kernel's jaxpr as a function of all operands."""
+
+    def run(*operands: jax.Array) -> list[jax.Array]:
+        closed = jex.core.ClosedJaxpr(jaxpr, list(operands[count:]))
+        return list(jex.core.jaxpr_as_fun(closed)(*operands[:count]))
+
+    return run
+
+
+def _of_fallback(several: _Flat, count: int) -> _Flat:
+    """Return a fallback as a function of all operands."""
+    return lambda *operands: several(*operands[:count])
+
+
+def _impl(*operands: Any, kernel: Any, several: _Flat, count: int, **_: Any) -> list[jax.Array]:
+    if kernel is not None and _on_one_device(operands):
+        return _of_jaxpr(kernel, count)(*operands)
+    return several(*operands[:count])
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    kernel: Any,
+    several: _Flat,
+    partition: Partition | None,
+    count: int,
+    types: tuple[Any, ...],
+) -> Any:
+    function = _of_fallback(several, count)
+    if kernel is not None and _is_for_one_device(ctx.module_context.axis_context):
+        function = _of_jaxpr(kernel, count)
+    elif partition is not None and partitioned.can_lower(ctx.module_context):
+        inner = ctx.replace(avals_in=ctx.avals_in[:count])
+        return partitioned.lower(inner, operands[:count], partition, kernel)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
+def _is_for_one_device(context: Any) -> bool:
+    """Return whether each device of a program that is lowered runs kernels on its own arrays."""
+    mesh = getattr(context, "mesh", None)
+    if mesh is not None:  # in a shard_map
+        return mesh.size == 1 or set(context.manual_axes) == set(mesh.axis_names)
+    return bool(getattr(context, "num_devices", 1) == 1)
 
 
 def _batched(
-    args: Sequence[Any], axes: Sequence[int | None], function: _Fallback, types: tuple[Any, ...]
+    operands: Sequence[Any],
+    axes: Sequence[Any],
+    kernel: Any,
+    several: _Flat,
+    count: int,
+    **_: Any,
 ) -> tuple[list[jax.Array], list[int]]:
-    result = jax.vmap(function, in_axes=tuple(axes))(*args)
+    axes = tuple(axes)
+    plain = jax.vmap(several, in_axes=axes[:count])
+    if kernel is None:
+        result = plain(*operands)
+    else:
+        function = jax.vmap(_of_jaxpr(kernel, count), in_axes=axes)
+        result = on_one_device(function, _of_fallback(plain, count), *operands)
     return result, [0] * len(result)
 
 
 def _derivative(
-    primals: Sequence[Any], tangents: Sequence[Any], function: _Fallback, types: tuple[Any, ...]
+    primals: Sequence[Any], tangents: Sequence[Any], several: _Flat, count: int, **how: Any
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    return jax.jvp(function, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+    """Return the results with the fallback's derivative, which a kernel need not have."""
+    tangents = tuple(map(ad.instantiate_zeros, tangents[:count]))
+    plain, slopes = jax.jvp(several, tuple(primals[:count]), tangents)
+    if how["kernel"] is None:
+        return plain, slopes
+    return _kernel.bind(*primals, several=several, count=count, **how), slopes
 
 
-_fallback.def_impl(_call)
-_fallback.def_abstract_eval(lambda *_, types, **__: list(types))
-batching.primitive_batchers[_fallback] = _batched
-ad.primitive_jvps[_fallback] = _derivative
-mlir.register_lowering(_fallback, mlir.lower_fun(_call, multiple_results=True))
+_kernel.def_impl(_impl)
+_kernel.def_abstract_eval(lambda *_, types, **__: list(types))
+batching.primitive_batchers[_kernel] = _batched
+ad.primitive_jvps[_kernel] = _derivative
+mlir.register_lowering(_kernel, _lower)

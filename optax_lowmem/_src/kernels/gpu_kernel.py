@@ -6,10 +6,15 @@ called through jax_triton (`gpu_triton`).
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lowmem._src.core.numerics import Approximations, Elementwise
+from optax_lowmem._src.core.typing import T
 
 BACKENDS = ("pallas", "triton")  # first the one that needs only JAX
 
@@ -18,12 +23,22 @@ class Run(NamedTuple):
     """A range of indices along an axis of an array.
 
     Attributes:
-      start: the first index.
+      start: the first index; or an array of them, which gives the result one more axis.
       size: the number of indices, a power of two.
+      vector: most neighbours that a thread loads at once, so that threads hold the same elements of
+        arrays of different dtypes.
     """
 
     start: jax.Array | int
     size: int
+    vector: int | None = None
+
+    def indices(self) -> jax.Array:
+        """Return the indices, with the shape of `start` and one more axis."""
+        start = jnp.asarray(self.start, jnp.int32)
+        shape = (*start.shape, self.size)
+        starts = lax.broadcast_in_dim(start, shape, range(start.ndim))
+        return starts + lax.broadcasted_iota(jnp.int32, shape, start.ndim)
 
 
 Index = jax.Array | int | Run
@@ -64,7 +79,13 @@ class Operand(abc.ABC):
 
 
 class Program(abc.ABC):
-    """One program of a kernel's grid."""
+    """One program of a kernel's grid.
+
+    Attributes:
+      approximations: the backend's arithmetic; None for that of code outside of kernels.
+    """
+
+    approximations: Approximations | None
 
     @abc.abstractmethod
     def index(self, axis: int = 0) -> jax.Array:
@@ -73,11 +94,21 @@ class Program(abc.ABC):
     @abc.abstractmethod
     def with_one(
         self,
-        number: jax.Array,
-        choices: Sequence[tuple[Operand, ...]],
-        branch: Callable[..., None],
+        position: jax.Array,
+        starts: Sequence[int],
+        choose: Callable[[int, Sequence[int]], T],
+        run: Callable[[T], None],
     ) -> None:
-        """Run branch(*choices[number]); all choices have equal shapes and dtypes."""
+        """Run run(choose(i, shared)) for the last i for which starts[i] <= position.
+
+        Args:
+          position: int32 scalar.
+          starts: ascending numbers, the first one 0.
+          choose: (i, choices that share the code of `run`) -> a pytree of integers, arrays and
+            operands. It loads nothing. The results of choices that share code differ only in the
+            values of integers and arrays, and in the number of rows of operands.
+          run: a function of such a pytree.
+        """
 
     @abc.abstractmethod
     def keep_early(self) -> None:
@@ -92,32 +123,72 @@ class Program(abc.ABC):
 Body = Callable[..., None]
 
 
+def approximations(instruction: Callable[[str], Elementwise]) -> Approximations:
+    """Return the arithmetic of a backend that has functions of PTX instructions of one f32 operand.
+
+    The reciprocal is 0 above 2^126. A compiled division takes eight instructions, a logarithm six,
+    a power of two four.
+    """
+    return Approximations(
+        reciprocal=instruction("rcp.approx.ftz.f32"),
+        log2=instruction("lg2.approx.ftz.f32"),
+        exp2=instruction("ex2.approx.ftz.f32"),
+    )
+
+
+def bisect(starts: Sequence[int], position: jax.Array, branch: Callable[[int], T]) -> T:
+    """Return branch(i) for the last i for which starts[i] <= position.
+
+    (The Triton lowering of a `switch` tests one case after another.)
+    """
+
+    def between(low: int, high: int) -> T:
+        if high - low == 1:
+            return branch(low)
+        middle = (low + high) // 2
+        below = position < jnp.int32(starts[middle])
+        return lax.cond(below, lambda: between(low, middle), lambda: between(middle, high))
+
+    return between(0, len(starts))
+
+
 def launch(
     body: Body,
-    operands: Sequence[jax.Array],
-    results: Sequence[jax.ShapeDtypeStruct],
+    operands: Sequence[Any],
+    results: Sequence[Any],
     grid: tuple[int, ...],
     *,
     warps: int,
     name: str,
     backend: str = "pallas",
-) -> list[jax.Array]:
+    in_place: Mapping[int, int] | None = None,
+) -> list[Any]:
     """Run the programs of a grid, and return the arrays that they store to.
 
     Args:
       body: the function of one program: (program, *operands, *results).
-      operands: arrays that it loads from.
-      results: shapes and dtypes of the arrays that it stores to; each element is stored once.
+      operands: arrays that it loads from, or pytrees of arrays.
+      results: shapes and dtypes of the arrays that it stores to, or pytrees of them; each element
+        is stored once.
       grid: number of programs along each axis.
       warps: number of warps, of 32 threads, per program.
       name: name of the kernel.
       backend: one of `BACKENDS`; or `interpret`: by Pallas as plain JAX, on any device.
+      in_place: index of an operand's array -> index of the result's array that overwrites it.
     """
-    if backend != "triton":
+    (read, structure), (written, structure2) = map(jax.tree.flatten, (operands, results))
+
+    def flat_body(program: Program, *arrays: Operand) -> None:
+        given = jax.tree.unflatten(structure, arrays[: len(read)])
+        body(program, *given, *jax.tree.unflatten(structure2, arrays[len(read) :]))
+
+    how = flat_body, read, written, grid, warps, name, dict(in_place or {})
+    if backend == "triton":
+        from optax_lowmem._src.kernels import gpu_triton
+
+        outputs = gpu_triton.launch(*how)
+    else:
         from optax_lowmem._src.kernels import gpu_pallas
 
-        interpret = backend == "interpret"
-        return gpu_pallas.launch(body, operands, results, grid, warps, name, interpret)
-    from optax_lowmem._src.kernels import gpu_triton
-
-    return gpu_triton.launch(body, operands, results, grid, warps, name)
+        outputs = gpu_pallas.launch(*how, interpret=backend == "interpret")
+    return list(jax.tree.unflatten(structure2, outputs))

@@ -9,13 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.typing import T
-from optax_lowmem._src.kernels.gpu_kernel import Body, Index, Operand, Program, Run
+from optax_lowmem._src.kernels.gpu_kernel import (
+    Body,
+    Index,
+    Operand,
+    Program,
+    Run,
+    approximations,
+    bisect,
+)
 
 _OF_TRITON = "jaxlib.mlir.dialects.tt"
 
@@ -39,7 +46,11 @@ class Reference(Operand):
         self.ref, self.shape, self.dtype = ref, ref.shape, ref.dtype
 
     def _at(self, index: tuple[Index, ...]) -> Any:
-        return self.ref.at[tuple(pl.ds(*i) if isinstance(i, Run) else i for i in index)]
+        return self.ref.at[tuple(self._along(i) if isinstance(i, Run) else i for i in index)]
+
+    @staticmethod
+    def _along(run: Run) -> Any:
+        return run.indices() if jnp.ndim(run.start) else pl.ds(run.start, run.size)
 
     def load(
         self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
@@ -55,64 +66,6 @@ class Reference(Operand):
     def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
         """Store elements."""
         plgpu.store(self._at(index), values, mask=mask)
-
-
-def in_leaf(starts: list[int], program: jax.Array, branch: Callable[[int], T]) -> T:
-    """Return branch(i) for the leaf i that a program belongs to, by bisection.
-
-    (The Triton lowering of a `switch` tests one case after another.)
-    """
-
-    def between(low: int, high: int) -> T:
-        if high - low == 1:
-            return branch(low)
-        middle = (low + high) // 2
-        return lax.cond(
-            program < starts[middle], lambda: between(low, middle), lambda: between(middle, high)
-        )
-
-    return between(0, len(starts))
-
-
-class _PallasProgram(Program):
-    def index(self, axis: int = 0) -> jax.Array:
-        return pl.program_id(axis)
-
-    def with_one(
-        self,
-        number: jax.Array,
-        choices: Sequence[tuple[Operand, ...]],
-        branch: Callable[..., None],
-    ) -> None:
-        in_leaf(list(range(len(choices))), number, lambda i: branch(*choices[i]))
-
-    def keep_early(self) -> None:
-        """Do nothing: XLA lets the assembler use registers for it (`.minnctapersm 1`)."""
-
-
-def launch(
-    body: Body,
-    operands: Sequence[jax.Array],
-    results: Sequence[jax.ShapeDtypeStruct],
-    grid: tuple[int, ...],
-    warps: int,
-    name: str,
-    interpret: bool = False,
-) -> list[jax.Array]:
-    """`gpu_kernel.launch` through Pallas."""
-    spare_imports()
-
-    def kernel(*refs: Any) -> None:
-        body(_PallasProgram(), *map(Reference, refs))
-
-    return pl.pallas_call(
-        kernel,
-        out_shape=list(results),
-        grid=grid,
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=interpret,
-        name=name,
-    )(*operands)
 
 
 def _instruction(name: str) -> numerics.Elementwise:
@@ -131,10 +84,53 @@ def _instruction(name: str) -> numerics.Elementwise:
     return apply
 
 
-# The reciprocal is 0 above 2^126. The lowering of a division takes eight instructions, of a
-# logarithm six, of a power of two four.
-APPROXIMATIONS = numerics.Approximations(
-    reciprocal=_instruction("rcp.approx.ftz.f32"),
-    log2=_instruction("lg2.approx.ftz.f32"),
-    exp2=_instruction("ex2.approx.ftz.f32"),
-)
+APPROXIMATIONS = approximations(_instruction)
+
+
+class _PallasProgram(Program):
+    def __init__(self, interpret: bool) -> None:
+        # interpreted, the exact expressions of the reference
+        self.approximations = None if interpret else APPROXIMATIONS
+
+    def index(self, axis: int = 0) -> jax.Array:
+        return pl.program_id(axis)
+
+    def with_one(
+        self,
+        position: jax.Array,
+        starts: Sequence[int],
+        choose: Callable[[int, Sequence[int]], T],
+        run: Callable[[T], None],
+    ) -> None:
+        # the whole code in each branch, since results of branches would be packed and unpacked
+        bisect(starts, position, lambda i: run(choose(i, [i])))
+
+    def keep_early(self) -> None:
+        """Do nothing: XLA lets the assembler use registers for it (`.minnctapersm 1`)."""
+
+
+def launch(
+    body: Body,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    warps: int,
+    name: str,
+    in_place: dict[int, int],
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """`gpu_kernel.launch` through Pallas."""
+    spare_imports()
+
+    def kernel(*refs: Any) -> None:
+        body(_PallasProgram(interpret), *map(Reference, refs))
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=list(results),
+        grid=grid,
+        input_output_aliases=in_place,
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*operands)

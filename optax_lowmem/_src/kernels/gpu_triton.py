@@ -16,8 +16,9 @@ from jax import lax
 
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.groups import result_like
+from optax_lowmem._src.core.typing import Shaped, T
 from optax_lowmem._src.kernels import jax_triton_call, jaxpr_to_triton, platform
-from optax_lowmem._src.kernels.gpu_kernel import Body, Index, Operand, Program, Run
+from optax_lowmem._src.kernels.gpu_kernel import Body, Index, Operand, Program, Run, bisect
 
 # ---- tracing -------------------------------------------------------------------------------------
 
@@ -33,38 +34,29 @@ _program.def_abstract_eval(lambda *, axis: jax.core.ShapedArray((), jnp.int32))
 
 
 class _Traced(Operand):
-    """An array, or one of several with equal shapes and dtypes, by the names of their pointers.
+    """An array in the GPU's memory.
 
     Attributes:
-      names: names of the pointers.
-      number: index of the array among them; None if there is only one.
+      pointer: a scalar that stands for the array's pointer.
       stored: results of all stores.
     """
 
-    def __init__(
-        self,
-        like: Any,
-        names: tuple[str, ...],
-        stored: list[jax.Array],
-        number: jax.Array | None = None,
-    ) -> None:
+    def __init__(self, like: Shaped | Operand, pointer: jax.Array, stored: list[jax.Array]) -> None:
         self.shape, self.dtype = like.shape, like.dtype
-        self.names, self.number, self.stored = names, number, stored
-
-    @property
-    def _which(self) -> list[jax.Array]:
-        return [] if self.number is None else [self.number]
+        self.pointer, self.stored = pointer, stored
 
     def _offsets(self, index: tuple[Index, ...]) -> jax.Array:
         """Return the offset of each element in memory, int32."""
-        spans = [i.size for i in index if isinstance(i, Run)]
-        stride, offsets, axis = 1, jnp.int32(0), len(spans)
-        for size, place in reversed(list(zip(self.shape, index, strict=True))):
-            if isinstance(place, Run):
-                axis -= 1
-                along = place.start + lax.iota(jnp.int32, place.size)
-                place = lax.broadcast_in_dim(along, spans, (axis,))
-            term = jnp.asarray(place, jnp.int32) * jnp.int32(stride)
+        runs = {axis: i.indices() for axis, i in enumerate(index) if isinstance(i, Run)}
+        spans = [size for along in runs.values() for size in along.shape]
+        stride, offsets, last = 1, jnp.int32(0), len(spans)
+        for axis, size in reversed(list(enumerate(self.shape))):
+            if axis in runs:
+                dims = range(last - runs[axis].ndim, last)
+                term, last = lax.broadcast_in_dim(runs[axis], spans, dims), dims.start
+            else:
+                term = jnp.asarray(index[axis], jnp.int32)
+            term = term * jnp.int32(stride) if stride > 1 else term
             shape = np.broadcast_shapes(offsets.shape, term.shape)
             offsets = jnp.broadcast_to(offsets, shape) + jnp.broadcast_to(term, shape)
             stride *= size
@@ -77,8 +69,8 @@ class _Traced(Operand):
         at = self._offsets(index)
         masks = [] if mask is None else [jnp.broadcast_to(mask, at.shape)]
         return _load.bind(
-            at, *masks, *self._which, names=self.names, masked=mask is not None, other=other,
-            early=early, dtype=jnp.dtype(self.dtype),
+            at, self.pointer, *masks, other=other, early=early, vector=_vector(index),
+            dtype=jnp.dtype(self.dtype),
         )  # fmt: skip
 
     def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
@@ -88,13 +80,17 @@ class _Traced(Operand):
             raise TypeError(f"a kernel stores {values.dtype} in an array of {self.dtype}")
         masks = [] if mask is None else [jnp.broadcast_to(mask, at.shape)]
         values = jnp.broadcast_to(values, at.shape)
-        done = _store.bind(
-            at, values, *masks, *self._which, names=self.names, masked=mask is not None
-        )
-        self.stored.append(done)
+        self.stored.append(_store.bind(at, self.pointer, values, *masks, vector=_vector(index)))
+
+
+def _vector(index: tuple[Index, ...]) -> int | None:
+    """Return the vector of the last index, if it is a run."""
+    return index[-1].vector if isinstance(index[-1], Run) else None
 
 
 class _TracedProgram(Program):
+    approximations = jaxpr_to_triton.APPROXIMATIONS
+
     def __init__(self, stored: list[jax.Array]) -> None:
         self.stored = stored
 
@@ -103,67 +99,70 @@ class _TracedProgram(Program):
 
     def with_one(
         self,
-        number: jax.Array,
-        choices: Sequence[tuple[Operand, ...]],
-        branch: Callable[..., None],
+        position: jax.Array,
+        starts: Sequence[int],
+        choose: Callable[[int, Sequence[int]], T],
+        run: Callable[[T], None],
     ) -> None:
-        columns: Any = zip(*choices, strict=True)
-        branch(*(
-            _Traced(column[0], tuple(x.names[0] for x in column), column[0].stored, number)
-            for column in columns
-        ))  # fmt: skip
+        every, chosen = range(len(starts)), []
+
+        def values(i: int) -> Any:
+            chosen.append(choose(i, every))
+            return jax.tree.map(
+                lambda x: x.pointer if isinstance(x, _Traced) else jnp.asarray(x), chosen[-1]
+            )
+
+        arrays = bisect(starts, position, values)
+        run(
+            jax.tree.map(
+                lambda like, x: _Traced(like, x, self.stored) if isinstance(like, _Traced) else x,
+                chosen[0],
+                arrays,
+            )
+        )
 
     def keep_early(self) -> None:
         """Add a barrier, which no load is moved across."""
         self.stored.append(_barrier.bind())
 
 
-def traced(body: Body, names: Sequence[str], arrays: Sequence[Any]) -> Any:
-    """Return the closed jaxpr of a program that loads from and stores to arrays.
+def traced(body: Body, arrays: Sequence[Shaped]) -> jex.core.ClosedJaxpr:
+    """Return the closed jaxpr of a program, a function of the pointers to its arrays.
 
     Args:
       body: the function of the program.
-      names: names of the arrays' pointers.
-      arrays: the arrays, or their shapes and dtypes.
+      arrays: the arrays that it loads from and stores to, or their shapes and dtypes.
     """
 
-    def run() -> list[jax.Array]:
+    def run(*pointers: jax.Array) -> list[jax.Array]:
         stored: list[jax.Array] = []
-        rows = zip(arrays, names, strict=True)
-        body(_TracedProgram(stored), *(_Traced(like, (name,), stored) for like, name in rows))
+        operands = [_Traced(*row, stored) for row in zip(arrays, pointers, strict=True)]
+        body(_TracedProgram(stored), *operands)
         return stored
 
-    return jax.make_jaxpr(run)()
+    return jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct((), jnp.int32)] * len(arrays))
 
 
 # ---- source --------------------------------------------------------------------------------------
 
 
-def _pointer(op: jaxpr_to_triton.Operation, number: str | None) -> str:
-    names = op.params["names"]
-    if len(names) == 1:
-        return names[0]
-    return f"pick(({', '.join(names)}), {number}, 0, {len(names)})"
-
-
-def _parts(op: jaxpr_to_triton.Operation, given: int) -> tuple[list[str], str, str]:
-    """Return the first operands, the mask (a placeholder if there is none) and the pointer."""
-    first, rest = op.operands[:given], list(op.operands[given:])
-    mask = rest.pop(0) if op.params["masked"] else first[0]
-    return list(first), mask, _pointer(op, *rest or (None,))
+def _access(op: jaxpr_to_triton.Operation, values: int) -> tuple[str, ...]:
+    """Return the offsets, the pointer, the values to store if any, and the mask or None."""
+    at, pointer, *rest = op.operands
+    vector = op.params["vector"]
+    if vector is not None:
+        at = f"tl.max_contiguous({at}, (1, {vector}))"
+    return at, pointer, *rest, *(["None"] if len(rest) == values else [])
 
 
 def _write_load(op: jaxpr_to_triton.Operation) -> str:
-    (at,), mask, pointer = _parts(op, 1)
-    params = op.params
-    return (
-        f"load({pointer}, {at}, {mask}, {params['other']}, {params['masked']}, {params['early']})"
-    )
+    at, pointer, mask = _access(op, 0)
+    return f"load({pointer}, {at}, {mask}, {op.params['other']}, {op.params['early']})"
 
 
 def _write_store(op: jaxpr_to_triton.Operation) -> str:
-    (at, values), mask, pointer = _parts(op, 2)
-    return f"store({pointer}, {at}, {values}, {mask}, {op.params['masked']})"
+    at, pointer, values, mask = _access(op, 1)
+    return f"store({pointer}, {at}, {values}, {mask})"
 
 
 jaxpr_to_triton.FORMS.update({
@@ -174,29 +173,36 @@ jaxpr_to_triton.FORMS.update({
 })  # fmt: skip
 
 
-def missing(body: Body, arrays: Sequence[Any]) -> str | None:
+def missing(body: Body, arrays: Sequence[Shaped]) -> str | None:
     """Return an operation of a program that has no translation to Triton, or None."""
-    return jaxpr_to_triton.missing(traced(body, [f"x{i}" for i in range(len(arrays))], arrays))
+    return jaxpr_to_triton.missing(traced(body, arrays))
 
 
-def source(body: Body, name: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
+def source(
+    body: Body,
+    name: str,
+    parameters: Sequence[str],
+    names: Sequence[str],
+    arrays: Sequence[Shaped],
+) -> str:
     """Return the source of a kernel.
 
     Args:
       body: the function of a program.
       name: name of the kernel.
-      names: names of its pointers.
-      arrays: the arrays that they point to, or their shapes and dtypes.
+      parameters: names of its pointers.
+      names: name of the pointer to each array.
+      arrays: the arrays, or their shapes and dtypes.
 
     Raises:
       NotImplementedError: for an operation without a translation to Triton; see `missing`.
     """
-    jaxpr = traced(body, names, arrays)
+    jaxpr = traced(body, arrays)
     lacking = jaxpr_to_triton.missing(jaxpr)
     if lacking is not None:
         raise NotImplementedError(f"the kernel {name} uses {lacking}, not translatable to Triton")
     fp8 = platform.has_fp8_conversions()
-    return jaxpr_to_triton.kernel(jaxpr, name, names, fp8)
+    return jaxpr_to_triton.kernel(jaxpr, name, parameters, names, fp8)
 
 
 @functools.cache
@@ -226,18 +232,21 @@ def launch(
     grid: tuple[int, ...],
     warps: int,
     name: str,
+    in_place: dict[int, int],
 ) -> list[jax.Array]:
     """`gpu_kernel.launch` through jax_triton."""
     names = [f"x{i}" for i in range(len(operands))]
+    arrays: list[Shaped] = [*operands, *results]
 
-    def kernel(parameters: tuple[str, ...], _: tuple[str, ...]) -> Any:
-        return _compiled(source(body, name, parameters, [*operands, *results]), name)
+    def kernel(parameters: tuple[str, ...], written: tuple[str, ...]) -> Any:
+        return _compiled(source(body, name, parameters, [*names, *written], arrays), name)
 
     result = jax_triton_call.call(
         kernel,
         names,
         [_as_held(x) for x in operands],
         [_as_held(x) for x in results],
+        in_place,
         grid=grid,
         num_warps=warps,
         num_stages=1,

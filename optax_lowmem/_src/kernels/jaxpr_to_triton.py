@@ -8,14 +8,19 @@ held as their bits, in uint16 and uint8; arithmetic on them is done in f32 and r
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.extend as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.core import numerics
+from optax_lowmem._src.kernels import gpu_kernel
+
+Jaxpr: TypeAlias = jex.core.ClosedJaxpr
+Equation: TypeAlias = jex.core.JaxprEqn
 
 _TYPES = {
     "float32": "tl.float32",
@@ -45,13 +50,7 @@ def _approximation(name: str) -> numerics.Elementwise:
     return lambda x: _instruction.bind(jnp.asarray(x), name=name)
 
 
-# The reciprocal is 0 above 2^126. A compiled division takes eight instructions, a logarithm six, a
-# power of two four.
-APPROXIMATIONS = numerics.Approximations(
-    reciprocal=_approximation("rcp.approx.ftz.f32"),
-    log2=_approximation("lg2.approx.ftz.f32"),
-    exp2=_approximation("ex2.approx.ftz.f32"),
-)
+APPROXIMATIONS = gpu_kernel.approximations(_approximation)
 
 # ---- expressions ---------------------------------------------------------------------------------
 
@@ -92,13 +91,18 @@ _CALLS = {
 }
 _REDUCTIONS = {"reduce_max": "tl.max", "reduce_min": "tl.min", "reduce_sum": "tl.sum"}
 _SHAPES = ("broadcast_in_dim", "reshape", "expand_dims", "squeeze")
-_UNCHANGED = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary")
+_UNCHANGED = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "reshard")
 # primitives that operate on held bits, without arithmetic in f32
 _OF_BITS = (
     *_SHAPES, *_UNCHANGED, "bitcast_convert_type", "convert_element_type", "select_n", "transpose",
     "load_tile", "store_tile",
 )  # fmt: skip
 _INLINED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
+
+
+def _aval(x: jex.core.Var | jex.core.Literal) -> jax.core.ShapedArray:
+    assert isinstance(x.aval, jax.core.ShapedArray)
+    return x.aval
 
 
 class Operation:
@@ -113,10 +117,10 @@ class Operation:
       fp8: whether the GPU has conversions to and from E4M3.
     """
 
-    def __init__(self, eqn: Any, operands: Sequence[str], fp8: bool):
+    def __init__(self, eqn: Equation, operands: Sequence[str], fp8: bool):
         self.name, self.params, self.operands = eqn.primitive.name, eqn.params, operands
         self.fp8 = fp8
-        self.avals, self.result = [x.aval for x in eqn.invars], eqn.outvars[0].aval
+        self.avals, self.result = list(map(_aval, eqn.invars)), _aval(eqn.outvars[0])
 
     def source(self) -> str:
         """Return the Triton expression of the result."""
@@ -282,13 +286,17 @@ FORMS: dict[str, Callable[[Operation], str]] = {
 # ---- functions -----------------------------------------------------------------------------------
 
 
-def _inner(eqn: Any) -> Any:
-    """Return the closed jaxpr of a call."""
+def _inner(eqn: Equation) -> Sequence[Jaxpr]:
+    """Return the closed jaxprs of a call, or of the two branches of a `lax.cond`."""
+    if eqn.primitive.name == "cond":
+        return eqn.params["branches"]
+    if eqn.primitive.name not in _INLINED:
+        return ()
     inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-    return inner if hasattr(inner, "consts") else jex.core.ClosedJaxpr(inner, ())
+    return (inner if hasattr(inner, "consts") else jex.core.ClosedJaxpr(inner, ()),)
 
 
-def missing(closed: Any) -> str | None:
+def missing(closed: Jaxpr) -> str | None:
     """Return a part of a closed jaxpr that has no translation to Triton, or None.
 
     This is the name of a primitive, or a description of a constant array.
@@ -297,9 +305,9 @@ def missing(closed: Any) -> str | None:
     if shapes:
         return f"a constant array of shape {shapes[0]}"
     for eqn in closed.jaxpr.eqns:
-        name = eqn.primitive.name
-        result = missing(_inner(eqn)) if name in _INLINED else None
-        if result is not None or (name not in _INLINED and name not in FORMS):
+        name, inner = eqn.primitive.name, _inner(eqn)
+        result = next(filter(None, map(missing, inner)), None)
+        if result is not None or (not inner and name not in FORMS):
             return result or name
     return None
 
@@ -310,36 +318,52 @@ class _Writer:
     def __init__(self, fp8: bool) -> None:
         self.lines: list[str] = []
         self.fp8 = fp8
+        self.depth = 1
 
-    def body(self, closed: Any, arguments: Sequence[str]) -> list[str]:
+    def body(self, closed: Jaxpr, arguments: Sequence[str]) -> list[str]:
         """Write a closed jaxpr, and return the names of its results."""
         names = dict(zip(closed.jaxpr.invars, arguments, strict=True))
         for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
             names[variable] = _literal(value, value.dtype)
 
-        def read(x: Any) -> str:
-            if isinstance(x, jex.core.Literal):
-                aval: Any = x.aval
-                return _literal(x.val, aval.dtype)
-            return names[x]
+        def read(x: jex.core.Var | jex.core.Literal) -> str:
+            return _literal(x.val, _aval(x).dtype) if isinstance(x, jex.core.Literal) else names[x]
 
         for eqn in closed.jaxpr.eqns:
             operands = [read(x) for x in eqn.invars]
-            if eqn.primitive.name in _INLINED:
-                results = self.body(_inner(eqn), operands)
+            inner = _inner(eqn)
+            if eqn.primitive.name == "cond":
+                results = self._either(inner, *operands)
+            elif inner:
+                results = self.body(inner[0], operands)
             else:
                 results = [self._named(Operation(eqn, operands, self.fp8))]
             names.update(zip(eqn.outvars, results, strict=True))
         return [read(x) for x in closed.jaxpr.outvars]
 
+    def _line(self, text: str) -> None:
+        self.lines.append("    " * self.depth + text)
+
     def _named(self, operation: Operation) -> str:
         name = f"v{len(self.lines)}"
         statement = operation.name in ("store_tile", "barrier")
-        self.lines.append(operation.source() if statement else f"{name} = {operation.source()}")
+        self._line(operation.source() if statement else f"{name} = {operation.source()}")
         return name
 
+    def _either(self, branches: Sequence[Jaxpr], which: str, *operands: str) -> list[str]:
+        """Write two branches, and return names that both assign their results to."""
+        no, yes = branches
+        results = [f"c{len(self.lines)}_{i}" for i in range(len(yes.jaxpr.outvars))]
+        for line, branch in ((f"if {which} != 0:", yes), ("else:", no)):
+            self._line(line)
+            self.depth += 1
+            for name, value in zip(results, self.body(branch, operands), strict=True):
+                self._line(f"{name} = {value}")
+            self.depth -= 1
+        return results
 
-def _literal(value: Any, dtype: Any) -> str:
+
+def _literal(value: ArrayLike, dtype: DTypeLike) -> str:
     value, kind = np.asarray(value)[()], np.dtype(dtype)
     if kind == jnp.bfloat16:
         value, kind = np.asarray(value, dtype).view(np.uint16)[()], np.dtype(np.uint16)
@@ -351,7 +375,7 @@ def _literal(value: Any, dtype: Any) -> str:
     return f"tl.full((), {text}, {_TYPES[kind.name]})"
 
 
-def function(closed: Any, name: str, parameters: Sequence[str], fp8: bool = True) -> str:
+def function(closed: Jaxpr, name: str, parameters: Sequence[str], fp8: bool = True) -> str:
     """Return the source of a `triton.jit` function.
 
     Args:
@@ -362,23 +386,26 @@ def function(closed: Any, name: str, parameters: Sequence[str], fp8: bool = True
     """
     writer = _Writer(fp8)
     results = writer.body(closed, parameters)
-    return _source(name, parameters, [*writer.lines, f"return {', '.join(results)}"])
+    return _source(name, parameters, [*writer.lines, f"    return {', '.join(results)}"])
 
 
-def kernel(closed: Any, name: str, pointers: Sequence[str], fp8: bool = True) -> str:
+def kernel(
+    closed: Jaxpr, name: str, parameters: Sequence[str], arguments: Sequence[str], fp8: bool = True
+) -> str:
     """Return the source of a `triton.jit` kernel, which loads and stores; see `function`.
 
     Args:
-      closed: closed jaxpr of a program without input variables: it refers to pointers by name.
+      closed: closed jaxpr of a program, a function of pointers.
       name: name of the kernel.
-      pointers: names of the pointers.
+      parameters: names of its parameters.
+      arguments: the parameter that is each input variable of the jaxpr.
       fp8: whether the GPU has conversions to and from E4M3.
     """
     writer = _Writer(fp8)
-    writer.body(closed, ())
-    return _source(name, pointers, writer.lines)
+    writer.body(closed, arguments)
+    return _source(name, parameters, writer.lines)
 
 
 def _source(name: str, parameters: Sequence[str], body: Sequence[str]) -> str:
     lines = ["@triton.jit", f"def {name}({', '.join(parameters)}):"]
-    return "\n".join([*lines, *(f"    {line}" for line in body)]) + "\n"
+    return "\n".join([*lines, *body]) + "\n"

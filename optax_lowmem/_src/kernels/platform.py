@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib.util
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,29 +58,9 @@ def no_device_reason() -> str | None:
 def no_kernel_reason(x: object = None) -> str | None:
     """Return the reason why the traced computation uses no GPU kernels on an array, or None.
 
-    A kernel call is opaque to the partitioner, which would gather arrays that are sharded over
-    several devices. Where several devices are visible, kernels are used only inside a `shard_map`
-    over all axes.
+    For how many devices it is, `fallback.with_fallback` decides where JAX lowers it.
     """
-    reason = no_device_reason() or explicit_axes_reason(x)
-    if reason is not None:
-        return reason
-    return _several_devices_reason(jax.device_count())
-
-
-def _several_devices_reason(devices: int) -> str | None:
-    if devices == 1 or in_shard_map():
-        return None
-    return (
-        f"{devices} devices are visible: give lowmem.step the leaves' shardings (specs=), "
-        "or call it inside a shard_map"
-    )
-
-
-def in_shard_map() -> bool:
-    """Return whether a `shard_map` over all axes of a mesh is being traced."""
-    axes = jax.sharding.get_abstract_mesh().axis_types
-    return bool(axes) and all(axis == AxisType.Manual for axis in axes)
+    return no_device_reason() or explicit_axes_reason(x)
 
 
 def explicit_axes_reason(x: object) -> str | None:
@@ -148,25 +127,7 @@ def not_tpu_reason(x: object = None) -> str:
     return f"{where}, and kernels are for GPUs and TPUs"
 
 
-def no_tpu_kernel_reason(x: object = None) -> str | None:
-    """Return the reason why a computation that may be for a TPU uses no kernels on an array."""
-    meshes = [jax.typeof(x).sharding.mesh] if isinstance(x, jax.Array) else []
-    meshes.append(jax.sharding.get_abstract_mesh())
-    # without a target the machine that traces runs the program
-    known = [mesh.size for mesh in meshes if mesh.axis_names] or [1]
-    devices = known[0] if target(x) else jax.device_count()
-    return explicit_axes_reason(x) or _several_devices_reason(devices)
-
-
 # ---- GPUs ----------------------------------------------------------------------------------------
-
-
-def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
-    """Return kernel(*args) on an NVIDIA GPU, else plain(*args).
-
-    A computation for the host's CPU may be traced on a machine with a GPU.
-    """
-    return jax.lax.platform_dependent(*args, cuda=kernel, default=plain)
 
 
 @functools.cache

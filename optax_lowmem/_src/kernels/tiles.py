@@ -1,37 +1,163 @@
 """Loads and stores of tiles inside a GPU kernel, for every backend (see `gpu_kernel`)."""
 
+import dataclasses
 import functools
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import groups, random
-from optax_lowmem._src.core.block import Block, product
+from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.groups import Tiling
 from optax_lowmem._src.kernels.gpu_kernel import Index, Operand, Run
 
+VECTOR = 8  # neighbours that a thread loads at once
+
+
+class Form(NamedTuple):
+    """The static properties of a tile, on which a kernel's code depends.
+
+    Attributes:
+      rows: rows of the tile.
+      lanes: lanes of the tile.
+      vector: most neighbours that a thread loads at once.
+      flat: whether all groups are full, so that the array is [groups, lanes].
+      alignment: a divisor of the offsets and sizes of all groups.
+      masked: whether elements of the last tile are missing.
+    """
+
+    rows: int
+    lanes: int
+    vector: int
+    flat: bool
+    alignment: int
+    masked: bool
+
+    @classmethod
+    def of(cls, tilings: Sequence[Tiling], codes_per_byte: int = 1) -> "Form":
+        """Return the form of the tiles of several arrays, all or none of which are flat."""
+        tilings = [tiling.of_bytes(codes_per_byte) for tiling in tilings]
+        rows, lanes = tilings[0].tile_shape
+        flat = all(tiling.flat for tiling in tilings)
+        lengths = [n for tiling in tilings for n in (tiling.shape[-1], tiling.group_size)]
+        partial = any(tiling.groups % tiling.rows for tiling in tilings)
+        vector = min(VECTOR // codes_per_byte, lanes)
+        return cls(rows, lanes, vector, flat, math.gcd(VECTOR, *lengths), partial or not flat)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["first", "count", "begin", "size"],
+    meta_fields=["form"],
+)
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The elements of a tile, with one group per row, in a view of an array.
+
+    The view is [groups, lanes] if the form is flat, else 1-d; see `Tiling.element_view`.
+
+    Attributes:
+      form: the form of the tile.
+      first: index of its first group.
+      count: number of groups in the array.
+      begin: [rows] offset of each group in units of `form.alignment`; None if the form is flat.
+      size: [rows] number of its elements in these units; 0 beyond the end of the array.
+    """
+
+    form: Form
+    first: jax.Array
+    count: jax.Array
+    begin: jax.Array | None
+    size: jax.Array | None
+
+    @classmethod
+    def of(
+        cls,
+        tiling: Tiling,
+        tile: jax.Array,
+        codes_per_byte: int = 1,
+        shared: Sequence[Tiling] = (),
+    ) -> "Place":
+        """Return the place of a tile.
+
+        Args:
+          tiling: tiling of the array, or of what it has the codes of.
+          tile: number of the tile.
+          codes_per_byte: 1 but for an array of packed codes.
+          shared: tilings of all arrays whose tiles have the same code.
+        """
+        form, tiling = Form.of(shared or [tiling], codes_per_byte), tiling.of_bytes(codes_per_byte)
+        first, count = tile * jnp.int32(tiling.rows), jnp.int32(tiling.groups)
+        if form.flat:
+            return cls(form, first, count, None, None)
+        group = _group_numbers(tiling, tile)
+        units, length = (n // form.alignment for n in (tiling.group_size, tiling.shape[-1]))
+        per_row = jnp.int32(groups.group_count(length, units))
+        column = lax.rem(group, per_row) * jnp.int32(units)
+        begin = lax.div(group, per_row) * jnp.int32(length) + column
+        size = jnp.minimum(jnp.int32(length) - column, jnp.int32(units))
+        return cls(form, first, count, begin, jnp.where(group < count, size, 0))
+
+    @property
+    def row_mask(self) -> jax.Array | None:
+        """A mask of the groups that exist, or None if all do."""
+        if not self.form.masked:
+            return None
+        return self.first + lax.iota(jnp.int32, self.form.rows) < self.count
+
+    @property
+    def elements(self) -> tuple[tuple[Index, ...], jax.Array | None]:
+        """The index of the elements, and a mask of those that exist."""
+        rows, lanes, vector = self.form[:3]
+        if self.begin is None or self.size is None:
+            mask = self.row_mask
+            whole = None if mask is None else jnp.broadcast_to(mask[:, None], (rows, lanes))
+            return (Run(self.first, rows), Run(0, lanes, vector)), whole
+        unit, lane = (
+            jnp.int32(self.form.alignment),
+            lax.broadcasted_iota(jnp.int32, (rows, lanes), 1),
+        )
+        mask = lane < jnp.broadcast_to((self.size * unit)[:, None], (rows, lanes))
+        return (Run(self.begin * unit, lanes, vector),), mask
+
+    @property
+    def _scales(self) -> Run:
+        return Run(self.first, self.form.rows)
+
+    def load(self, x: Operand, other: int = 0) -> jax.Array:
+        """Load the elements; `other` where there are none."""
+        where, mask = self.elements
+        return x.load(*where, mask=mask, other=other, early=True)
+
+    def store(self, x: Operand, values: jax.Array) -> None:
+        """Store the elements."""
+        where, mask = self.elements
+        x.store(*where, values=values, mask=mask)
+
+    def load_scales(self, x: Operand) -> jax.Array:
+        """Load the scales of the groups, [rows]; 0 where there are none."""
+        return x.load(self._scales, mask=self.row_mask)
+
+    def load_of_block(self, x: Operand, numbers: jax.Array) -> jax.Array:
+        """Load a value per group or element, by `block_numbers`; 1 where there are none."""
+        mask = self.row_mask
+        if numbers.shape[1] > 1:
+            mask = self.elements[1]
+        elif mask is not None:
+            mask = mask[:, None]
+        return x.load(numbers, mask=mask, other=1)
+
+    def store_scales(self, x: Operand, values: jax.Array) -> None:
+        """Store the scales of the groups."""
+        x.store(self._scales, values=values, mask=self.row_mask)
+
 
 def _group_numbers(tiling: Tiling, tile: jax.Array) -> jax.Array:
-    return tile * tiling.rows + lax.iota(jnp.int32, tiling.rows)
-
-
-def _row_mask(tiling: Tiling, tile: jax.Array) -> jax.Array | None:
-    """Return a mask of the groups of a tile that exist, or None if all do."""
-    if tiling.groups % tiling.rows == 0:
-        return None
-    return _group_numbers(tiling, tile) < tiling.groups
-
-
-def noise(
-    tiling: Tiling, tile: jax.Array, key: jax.Array, lane_bits: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Return `random.noise_bits` of a tile: [rows, 1] and [lanes] (`lane_bits`, if given)."""
-    coordinates = [index.astype(jnp.uint32) for index in _coordinates(tiling, tile)]
-    if lane_bits is None:
-        lane_bits = random.lane_bits(key, lax.iota(jnp.uint32, tiling.lanes))
-    return random.row_bits(key, coordinates)[:, None], lane_bits
+    return tile * jnp.int32(tiling.rows) + lax.iota(jnp.int32, tiling.rows)
 
 
 def _coordinates(tiling: Tiling, tile: jax.Array) -> list[jax.Array]:
@@ -44,24 +170,16 @@ def _coordinates(tiling: Tiling, tile: jax.Array) -> list[jax.Array]:
     return [rest, *reversed(coordinates)]
 
 
-def _elements(tiling: Tiling, tile: jax.Array) -> tuple[tuple[Index, ...], jax.Array | None]:
-    """Return the index of the elements of a tile [rows, lanes], and a mask of those that exist."""
-    shape = tiling.tile_shape
-    if tiling.flat:
-        mask = _row_mask(tiling, tile)
-        whole = None if mask is None else jnp.broadcast_to(mask[:, None], shape)
-        return (Run(tile * tiling.rows, tiling.rows), Run(0, tiling.lanes)), whole
-    per_row = jnp.int32(groups.group_count(tiling.shape[-1], tiling.group_size))
-    group = _group_numbers(tiling, tile)
-    lane = lax.broadcasted_iota(jnp.int32, shape, 1)
-    row = jnp.broadcast_to(lax.div(group, per_row)[:, None], shape)
-    column = lax.rem(group, per_row)[:, None] * jnp.int32(tiling.group_size) + lane
-    mask = (column < tiling.shape[-1]) & (lane < tiling.width) & (group < tiling.groups)[:, None]
-    return (row, column), mask
+def counters(tiling: Tiling, tile: jax.Array) -> jax.Array:
+    """Return the counters from which a tile's groups draw R, uint32 [rows]; see `random.mix`."""
+    coordinates = [index.astype(jnp.uint32) for index in _coordinates(tiling, tile)]
+    return random.counter(jnp.uint32(0), coordinates)
 
 
-def _scales(tiling: Tiling, tile: jax.Array) -> Run:
-    return Run(tile * tiling.rows, tiling.rows)
+def noise(tiling: Tiling, tile: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return `random.noise_bits` of a tile: [rows, 1] and [lanes]."""
+    lane_bits = random.lane_bits(key, lax.iota(jnp.uint32, tiling.lanes))
+    return random.mix(key + counters(tiling, tile))[:, None], lane_bits
 
 
 def part(x: Operand, *axes: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
@@ -75,57 +193,33 @@ def part(x: Operand, *axes: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array
     return grid, functools.reduce(jnp.logical_and, inside)
 
 
-def load(tiling: Tiling, x: Operand, tile: jax.Array, other: int = 0) -> jax.Array:
-    """Load the elements of a tile; `other` where there are none."""
-    where, mask = _elements(tiling, tile)
-    return x.load(*where, mask=mask, other=other, early=True)
+def within_groups(tiling: Tiling, block: Block) -> bool:
+    """Return whether elements of one group belong to several blocks of a part of a block."""
+    count = block.mean_shape(tiling.shape)[-1]
+    return count > 1 and tiling.shape[-1] // count % tiling.group_size != 0
 
 
-def store(tiling: Tiling, x: Operand, tile: jax.Array, values: jax.Array) -> None:
-    """Store the elements of a tile."""
-    where, mask = _elements(tiling, tile)
-    x.store(*where, values=values, mask=mask)
-
-
-def load_scales(tiling: Tiling, x: Operand, tile: jax.Array) -> jax.Array:
-    """Load the scales of a tile, [rows]; 0 where there are none."""
-    return x.load(_scales(tiling, tile), mask=_row_mask(tiling, tile))
-
-
-def load_of_block(tiling: Tiling, block: Block, operands: Any, tile: jax.Array) -> jax.Array:
-    """Load the block-wise values of a tile: [rows, 1], or [rows, lanes] where lanes differ.
+def block_numbers(tiling: Tiling, block: Block, tile: jax.Array) -> jax.Array:
+    """Return the number of each group's block, [rows, 1], or of each element's, [rows, lanes].
 
     Args:
       tiling: tiling of the leaf.
-      block: the leaf's block.
-      operands: operands from `Block.operands`.
+      block: one of the parts of the leaf's block.
       tile: number of the tile.
     """
-    parts = block.fit(tiling.shape).parts
-    pairs = zip(parts, jax.tree.leaves(operands), strict=True)
-    return product([_load_of_part(tiling, part, x, tile) for part, x in pairs])
-
-
-def _load_of_part(tiling: Tiling, block: Block, x: Operand, tile: jax.Array) -> jax.Array:
     values, size = block.mean_shape(tiling.shape), tiling.group_size
     positions = [index[:, None] for index in _coordinates(tiling, tile)]
     # number of neighbours along each axis that share a value
     widths = [length // count for length, count in zip(tiling.shape, values, strict=True)]
-    if widths[-1] % size == 0:  # no group has elements of two blocks
-        widths[-1] //= size
-    else:
+    if within_groups(tiling, block):
         lane = lax.broadcasted_iota(jnp.int32, tiling.tile_shape, 1)
         positions[-1] = positions[-1] * jnp.int32(size) + lane
+    else:
+        widths[-1] = max(1, widths[-1] // size)
     index, stride = jnp.zeros((tiling.rows, 1), jnp.int32), 1
     for position, width, count in reversed(list(zip(positions, widths, values, strict=True))):
         if count > 1:
             along = position if width == 1 else lax.div(position, jnp.int32(width))
             index = index + along * jnp.int32(stride)
             stride *= count
-    # groups and lanes that do not exist read any value
-    return x.load(jnp.minimum(index, jnp.int32(stride - 1)))
-
-
-def store_scales(tiling: Tiling, x: Operand, tile: jax.Array, values: jax.Array) -> None:
-    """Store the scales of a tile."""
-    x.store(_scales(tiling, tile), values=values, mask=_row_mask(tiling, tile))
+    return index

@@ -4,7 +4,6 @@
 # Triton reads annotations: an argument without one is a value on the GPU.
 
 import linecache
-from collections.abc import Mapping
 from typing import Any
 
 import triton
@@ -23,39 +22,22 @@ def _pointer(pointer):
 
 
 @triton.jit
-def load(pointer, offsets, mask, OTHER: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr):
+def load(pointer, offsets, mask, OTHER: tl.constexpr, EARLY: tl.constexpr):
     """Load elements of a tile, bf16 as its bits; OTHER where there are none.
 
     EARLY loads are volatile, so that the assembler does not move them down to their use. Not for
     data that all programs read: each load would go to the same place of the L2 cache.
     """
-    if MASKED:
-        return tl.load(_pointer(pointer) + offsets, mask=mask, other=OTHER, volatile=EARLY)
-    else:
+    if mask is None:
         return tl.load(_pointer(pointer) + offsets, volatile=EARLY)
+    else:
+        return tl.load(_pointer(pointer) + offsets, mask=mask, other=OTHER, volatile=EARLY)
 
 
 @triton.jit
-def store(pointer, offsets, values, mask, MASKED: tl.constexpr):
+def store(pointer, offsets, values, mask):
     """Store elements of a tile, bf16 as its bits."""
-    if MASKED:
-        tl.store(_pointer(pointer) + offsets, values, mask=mask)
-    else:
-        tl.store(_pointer(pointer) + offsets, values)
-
-
-@triton.jit
-def pick(pointers, number, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Return pointers[number], by bisection; LOW and HIGH are 0 and the number of pointers."""
-    if HIGH - LOW == 1:
-        return pointers[LOW]
-    else:
-        MIDDLE: tl.constexpr = (LOW + HIGH) // 2
-        if number < MIDDLE:
-            result = pick(pointers, number, LOW, MIDDLE)
-        else:
-            result = pick(pointers, number, MIDDLE, HIGH)
-        return result
+    tl.store(_pointer(pointer) + offsets, values, mask=mask)
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------
@@ -123,16 +105,15 @@ def of_e5m2(x):
 # ---- sources -------------------------------------------------------------------------------------
 
 
-def compiled_from(source: str, name: str, more: Mapping[str, Any] | None = None) -> Any:
+def compiled_from(source: str, name: str) -> Any:
     """Return the `triton.jit` function `name` of a source.
 
     Args:
       source: source of the function, which may use the names of this module.
       name: name of the function.
-      more: other objects that it uses, by name.
     """
     file = f"<{name} {hash(source):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    names = {**globals(), **(more or {}), "__name__": __name__}
+    names = {**globals()}
     exec(compile(source, file, "exec"), names)
     return names[name]

@@ -450,21 +450,12 @@ def _without_masked(losses: jax.Array, weights: jax.Array) -> jax.Array:
 Gradients = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
-def _sweep(
-    loss: _Loss,
-    wanted: _Wanted,
-    hidden: jax.Array,
-    head: jax.Array,
-    labels: jax.Array,
-    scale: jax.Array | None,
-) -> Gradients:
+def _sweep(loss: _Loss, wanted: _Wanted, *given: Any) -> Gradients:
     """Return losses per token, and the gradients of their sum, weighted by `scale` [...] (None: 1).
 
-    The gradient of hidden is in its dtype, the head's in f32.
+    The gradient of hidden is in its dtype, the head's in f32. `given`: as of `_of_devices`.
     """
-    if loss.in_fp8:
-        return _sweep_once(loss, wanted, hidden, head, labels, scale)
-    return _of_devices(loss, wanted, hidden, head, labels, scale)
+    return (_sweep_once if loss.in_fp8 else _of_devices)(loss, wanted, *given)
 
 
 def _of_devices(

@@ -83,6 +83,6 @@ def main(arguments: list[str] | None = None) -> None:
     more = {RELEASE: " --release", LORA: f" --lora {args.lora} --rank {args.rank}"}
     print(
         f"python examples/finetune.py --model {file.parent} --data FILE "
-        f"--optimizer {args.optimizer} --sequence {args.sequence} --micro-batch {mode.batch}"
+        f"--optimizer {args.optimizer} --sequence {args.sequence} --batch {mode.batch}"
         + more.get(mode.name, "")
     )

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.codecs import split_of
 from optax_lowmem._src.core import context, explicit, numerics, random
 from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise, pack
 from optax_lowmem._src.noise.formats import Format, Scaled
 
@@ -215,7 +216,8 @@ def _fastest(
     from optax_lowmem._src.noise import kernels_triton
 
     how = {**plain.keywords, "backend": platform.backend()}
-    return platform.on_cuda(functools.partial(getattr(kernels_triton, name), **how), plain, *args)
+    kernel = functools.partial(getattr(kernels_triton, name), **how)
+    return with_fallback("cuda", kernel, plain, *args)
 
 
 def sample(

@@ -164,7 +164,7 @@ class Noisy:
         result = self._sampled(rows, weights, state)
         for row, (weight, _) in zip(rows, result, strict=True):
             if row.sampled:
-                context.hand_sampled(row.path, weight)
+                context.report_sampled(row.path, weight)
         return state._replace(
             scale=array_metadata.like(params, [s for _, s in result], state.scale)
         )

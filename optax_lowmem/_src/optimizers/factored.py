@@ -63,7 +63,7 @@ class Factorable:
         if size is not None and (not is_int(size) or size < 1):
             raise ValueError(
                 "min_dim_size_to_factor must be an int of at least 1, known when tracing, or None; "
-                f"got {size!r}. Inside inject_hyperparams, list it in static_args."
+                f"got {size!r}. Use lowmem.inject_hyperparams, or list it in static_args."
             )
 
     def infer(self, params: optax.Params) -> dict[str, Block]:
@@ -73,12 +73,14 @@ class Factorable:
     def _of(self, shape: tuple[int, ...]) -> Block:
         least, each = self.min_dim_size_to_factor or _LEAST, "a value per element"
         if len(shape) < 2:
-            return Block(words=each, reason="it has no rows and columns")
+            return Block(description=each, reason="it has no rows and columns")
         axes = sorted(int(axis) for axis in np.argsort(shape, kind="stable")[-2:])
         if min(shape[axis] for axis in axes) < least:
-            return Block(words=each, reason=f"fewer than two axes have size {least} or more")
+            return Block(description=each, reason=f"fewer than two axes have size {least} or more")
         names = f"axes {axes[0]} and {axes[1]}"
-        return Factors(tuple(axes), words="rows and columns", reason=f"of {names}, its largest")
+        return Factors(
+            tuple(axes), description="rows and columns", reason=f"of {names}, its largest"
+        )
 
     def embeddings(self, params: optax.Params) -> set[str]:
         """Return the paths of the embedding tables."""

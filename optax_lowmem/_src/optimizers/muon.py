@@ -125,12 +125,12 @@ class MuonRule(UpdateRule):
 
     slots: ClassVar[tuple[Slot, ...]] = (
         Slot("mu", signed=True),
-        Slot("nu", signed=False, of_rest=True),
+        Slot("nu", signed=False, skips_matrices=True),
     )
     state_type = FlashMuonState
     prepares = "matrices"
 
-    def of_leaf(self, matrices: Matrices | None) -> UpdateRule:
+    def for_leaf(self, matrices: Matrices | None) -> UpdateRule:
         """Return the rule for a leaf; `matrices` is None if it is not a matrix."""
         return self.rest if matrices is None else self.of_matrix
 
@@ -140,15 +140,17 @@ class MuonRule(UpdateRule):
         """Select Muon's or Adam's hyperparameters for a leaf; `gradient_scale` is shared."""
         if matrices is not None:
             return {name: x for name, x in h.items() if not name.startswith(_OF_ADAM)}
-        own = {name.removeprefix(_OF_ADAM): x for name, x in h.items() if name.startswith(_OF_ADAM)}
+        of_adam = {k.removeprefix(_OF_ADAM): x for k, x in h.items() if k.startswith(_OF_ADAM)}
         shared = {name: x for name, x in h.items() if name == "gradient_scale"}
-        return {**own, **shared}
+        return {**of_adam, **shared}
 
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Raise an error: each leaf is updated by the rule that `of_leaf` returns."""
-        raise NotImplementedError("MuonRule has no update of its own: use of_leaf(matrices).update")
+        """Raise an error: each leaf is updated by the rule that `for_leaf` returns."""
+        raise NotImplementedError(
+            "MuonRule has no update of its own: use for_leaf(matrices).update"
+        )
 
 
 def _of_step(
@@ -162,10 +164,10 @@ def _of_step(
     count: jax.Array,
 ) -> dict[str, jax.Array]:
     step = following(count)
-    own, one_minus = as_f32("beta", beta), complement("beta", beta)
-    h = {"beta": own, "one_minus_beta": one_minus, "eps": as_f32("eps", eps)}
+    beta_now, one_minus = as_f32("beta", beta), complement("beta", beta)
+    h = {"beta": beta_now, "one_minus_beta": one_minus, "eps": as_f32("eps", eps)}
     if nesterov:  # the next step's momentum, debiased for that step
-        h["mu_scale"] = own / bias_correction("beta", beta, following(step))
+        h["mu_scale"] = beta_now / bias_correction("beta", beta, following(step))
         h["g_scale"] = one_minus / bias_correction("beta", beta, step)
     else:
         h["mu_scale"] = 1 / bias_correction("beta", beta, step)
@@ -182,8 +184,8 @@ def _coefficients(ns_coeffs: Any, ns_steps: int) -> Coefficients:
     """Return (a, b, c) of each iteration."""
     if type(ns_steps) is not int or ns_steps < 1:
         raise TypeError(
-            f"ns_steps must be an int of at least 1 known when tracing, got {ns_steps!r}. Inside "
-            "inject_hyperparams, list it in static_args."
+            f"ns_steps must be an int of at least 1 known when tracing, got {ns_steps!r}. Use "
+            "lowmem.inject_hyperparams, which does not inject it, or list it in static_args."
         )
     given = ns_coeffs
     if isinstance(ns_coeffs, str):

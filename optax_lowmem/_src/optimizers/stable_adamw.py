@@ -51,8 +51,8 @@ def _moments(b1: Scalar, b2: ScalarOrSchedule, eps: Scalar, threshold: Scalar) -
 def _of_step(
     moments: Formula, eps: Scalar, threshold: Scalar, count: jax.Array
 ) -> dict[str, jax.Array]:
-    own = {"raw_eps": as_f32("eps", eps), "threshold": as_f32("threshold", threshold)}
-    return {**moments(count), **own}
+    clipping = {"raw_eps": as_f32("eps", eps), "threshold": as_f32("threshold", threshold)}
+    return {**moments(count), **clipping}
 
 
 @with_common_arguments

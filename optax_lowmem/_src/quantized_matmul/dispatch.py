@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
 from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.quantized_matmul.plain import (
     Format,
     Quantized,
@@ -50,7 +51,7 @@ def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Qu
         codes, scales = triton.quantize_rows(rows, to, backend=backend)
         return Quantized(codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1))
 
-    return platform.on_cuda(kernel, plain, x)
+    return with_fallback("cuda", kernel, plain, x)
 
 
 def quantize_transposed(
@@ -79,7 +80,7 @@ def quantize_transposed(
     def kernel(w: jax.Array, largest: jax.Array) -> Quantized:
         return triton.quantize_transposed(w, largest, to, clip, backend=backend)
 
-    return platform.on_cuda(kernel, plain, w, largest)
+    return with_fallback("cuda", kernel, plain, w, largest)
 
 
 def multiply(
@@ -103,7 +104,7 @@ def multiply(
         result = mosaic.multiply(rows, b, dtype)
         return result.reshape(*a.codes.shape[:-1], b.codes.shape[0])
 
-    return platform.on_cuda(kernel, plain, a, b)
+    return with_fallback("cuda", kernel, plain, a, b)
 
 
 def product_reason(

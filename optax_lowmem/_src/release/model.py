@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import trees
 
-LayerFunction = Callable[[Any, Any, Any, Any], Any]  # (own, rest, x, batch) -> x
+LayerFunction = Callable[[Any, Any, Any, Any], Any]  # (weights, rest, x, batch) -> x
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,8 +24,8 @@ class Layered:
 
         x = first(rest, batch)
         for path, layer in layers.items():          # each stack in turn
-            for own in params[path]:                # one layer after another
-                x = layer(own, rest, x, batch)
+            for weights in params[path]:            # one layer after another
+                x = layer(weights, rest, x, batch)
         loss = last(rest, x, batch)
 
     `rest` is the tree of parameters with None in place of the stacks. Every function may read any
@@ -34,9 +34,9 @@ class Layered:
     Args:
       first: (rest, batch) -> x, any tree of arrays. The layers keep its shapes and dtypes.
       layers: dict from the path of a stack in the parameters (as in `explain`: "layers",
-        "decoder/blocks") to its layer function, (own, rest, x, batch) -> x. Each leaf of a stack
-        has the layers on axis 0; `own` is one layer's subtree, without that axis. If a layer needs
-        its index, keep a counter in x.
+        "decoder/blocks") to its layer function, (weights, rest, x, batch) -> x. Each leaf of a
+        stack has the layers on axis 0; `weights` is one layer's subtree, without that axis. If a
+        layer needs its index, keep a counter in x.
       last: (rest, x, batch) -> loss, a float scalar, or (loss, aux).
       has_aux: whether `last` returns (loss, aux).
 
@@ -53,7 +53,7 @@ class Layered:
       >>> from optax_lowmem import release
       >>> model = release.Layered(
       ...     first=lambda rest, batch: rest["embed"][batch],
-      ...     layers={"layers": lambda own, rest, x, batch: x + jnp.tanh(x @ own["w"])},
+      ...     layers={"layers": lambda weights, rest, x, batch: x + jnp.tanh(x @ weights["w"])},
       ...     last=lambda rest, x, batch: jnp.mean((x @ rest["embed"].T) ** 2),
       ... )
       >>> params = {"embed": jnp.ones((5, 4)), "layers": {"w": jnp.zeros((3, 4, 4))}}
@@ -83,8 +83,8 @@ class Layered:
         x = self.first(parts.rest(), batch)
         for path, layer in self.layers.items():
 
-            def body(x: object, own: object, layer: LayerFunction = layer) -> tuple[Any, None]:
-                return layer(own, parts.rest(), x, batch), None
+            def body(x: object, weights: object, layer: LayerFunction = layer) -> tuple[Any, None]:
+                return layer(weights, parts.rest(), x, batch), None
 
             body = jax.checkpoint(body, prevent_cse=False)
             x, _ = lax.scan(body, x, parts.stacks[path].tree)
@@ -145,13 +145,13 @@ def take_apart(params: optax.Params, paths: Sequence[str]) -> Parts:
     index = 0
     for key_path, node in nodes:
         path, count = trees.path_name(key_path), len(jax.tree.leaves(node))
-        own = list(range(index, index + count))
+        of_node = list(range(index, index + count))
         index += count
         if path in paths:
-            stacks[path] = Stack(node, own, _layers_of(path, node))
+            stacks[path] = Stack(node, of_node, _layers_of(path, node))
             others.append(None)
         else:
-            indices += own
+            indices += of_node
             others.append(node)
     for path in paths:
         if path not in stacks:

@@ -47,11 +47,11 @@ def layer_plan(rule: UpdateRule, plan: LeafPlan, layers: int, per_layer: bool) -
 
 
 def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
-    own = rule.of_leaf(plan.matrices)
-    measures = own.prepares == "leaf" or (isinstance(own, MatrixRule) and own.of_whole_leaf)
+    rule = rule.for_leaf(plan.matrices)
+    measures = rule.prepares == "leaf" or (isinstance(rule, MatrixRule) and rule.of_whole_leaf)
     if measures and not per_layer:
         return (
-            f"{type(own).__name__} reduces over a whole tensor before it steps. per_layer=True "
+            f"{type(rule).__name__} reduces over a whole tensor before it steps. per_layer=True "
             "reduces over each layer separately, as in the same model with unrolled layers."
         )
     if plan.matrices is not None and 0 in (*plan.matrices.rows, *plan.matrices.columns):
@@ -62,7 +62,7 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
     place = context.placement(plan.path)
     if place is not None and place.parts(0) > 1:
         return f"axis 0 is sharded ({place.spec}). Shard another axis."
-    if plan.grouped and len(plan.shape) == 1:
+    if plan.quantized and len(plan.shape) == 1:
         return (
             "its only axis is the layer axis, so groups of codes span layers. Leave it "
             f"uncompressed: Policy(exclude=('{plan.path}',))."
@@ -76,8 +76,9 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
         if len(block.parts) > 1:
             instead = f"min_dim_size_to_factor={plan.shape[0] + 1}"
         return (
-            f"the layers share a second moment ({block.words or f'a mean over {block.axes}'}). "
-            f"Give each layer its own: {instead}."
+            "the layers share a second moment "
+            f"({block.description or f'a mean over {block.axes}'}). "
+            f"Give each layer a separate one: {instead}."
         )
     values = block.values((1, *plan.shape[1:]))
     for slot in plan.shared:
@@ -171,7 +172,7 @@ class Run:
     ) -> "Run":
         """Start a step; raise ValueError if a leaf of a stack cannot be stepped layer by layer."""
         trees.check_state(state, engine.rule.state_type)
-        plans = engine.plans(params, state, direct=True)
+        plans = engine.plans(params, state, returns_params=True)
         parts = take_apart(params, tuple(model.layers))
         of_layers = {
             i: layer_plan(engine.rule, plans[i], stack.layers, per_layer)
@@ -207,11 +208,12 @@ class Run:
         if not indices:
             return then
         unread = [i for i in indices if i not in self.totals]
-        gradients = {i: jnp.zeros_like(self.weights[i]) for i in unread} | self.totals
+        totals = {i: jnp.zeros_like(self.weights[i]) for i in unread} | self.totals
         plans = [self.plans[i] for i in indices]
-        given = [self.each(gradients[i]) for i in indices]
+        gradients = [self.each(totals[i]) for i in indices]
         keys = self.keys[jnp.asarray(indices)]
-        result = step_leaves(self.engine.rule, self.batch(plans, given, *self.of(indices), keys))
+        batch = self.batch(plans, gradients, *self.of(indices), keys)
+        result = step_leaves(self.engine.rule, batch)
         for i in indices:
             self.totals.pop(i, None)
         self.set(indices, *result)
@@ -231,15 +233,15 @@ class Run:
         plans = [self.of_layers[i] for i in stack.indices]
         weights, states, shared = leaves
         keys = self.keys[jnp.asarray(stack.indices)]
-        own = random.part_keys(keys, layer)
+        layer_keys = random.part_keys(keys, layer)
         single = [len(self.plans[i].shape) == 1 for i in stack.indices]
         if any(single):
             of_elements = random.element_keys(keys, layer, plans[0].group_size)
-            own = jnp.where(jnp.asarray(single)[:, None], of_elements, own)
+            layer_keys = jnp.where(jnp.asarray(single)[:, None], of_elements, layer_keys)
         groups = [groups_of_blocks(self.plans[i], stack.layers) for i in stack.indices]
         shared_keys = random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32))
-        given = [g[None] for g in gradients]
-        batch = self.batch(plans, given, weights, states, shared, own, shared_keys)
+        gradients = [g[None] for g in gradients]
+        batch = self.batch(plans, gradients, weights, states, shared, layer_keys, shared_keys)
         return step_leaves(self.engine.rule, batch)
 
     def batch(
@@ -329,7 +331,7 @@ def train_step(
       >>> from optax_lowmem import release
       >>> model = release.Layered(
       ...     first=lambda rest, batch: rest["embed"][batch],
-      ...     layers={"layers": lambda own, rest, x, batch: x + jnp.tanh(x @ own["w"])},
+      ...     layers={"layers": lambda weights, rest, x, batch: x + jnp.tanh(x @ weights["w"])},
       ...     last=lambda rest, x, batch: jnp.mean((x @ rest["embed"].T - 1) ** 2),
       ... )
       >>> params = {"embed": jnp.ones((5, 4)), "layers": {"w": jnp.ones((3, 4, 4))}}
@@ -398,12 +400,12 @@ def backward(model: Layered, run: Run, batch: object) -> Any:
     inputs = []
     for path, layer in model.layers.items():
         stacked = parts.stacks[path].tree
-        own = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), stacked)
+        one_layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), stacked)
 
-        def one(rest: optax.Params, own: object, x: object, layer: LayerFunction = layer) -> Any:
-            return layer(own, rest, x, batch)
+        def one(rest: optax.Params, weights: Any, x: Any, layer: LayerFunction = layer) -> Any:
+            return layer(weights, rest, x, batch)
 
-        reading.append(_positions(reads(one, parts.rest(), own, x)))
+        reading.append(_positions(reads(one, parts.rest(), one_layer, x)))
         x, saved = _forward(layer, parts, stacked, x, batch)
         inputs.append(saved)
     reading.append(_positions(reads(lambda rest, x: model.last(rest, x, batch), parts.rest(), x)))
@@ -431,8 +433,8 @@ def _positions(flags: Sequence[bool]) -> list[int]:
 def _first(model: Layered, parts: Parts, batch: object, positions: list[int]) -> tuple[Any, Any]:
     """Return x, and the pullback from its gradient to those of the leaves at `positions`."""
 
-    def run(own: list[jax.Array]) -> tuple[Any, Any]:
-        x = model.first(parts.rest(dict(zip(positions, own, strict=True))), batch)
+    def run(read: list[jax.Array]) -> tuple[Any, Any]:
+        x = model.first(parts.rest(dict(zip(positions, read, strict=True))), batch)
         return floats(x), x
 
     _, pull, x = jax.vjp(run, [parts.leaves[at] for at in positions], has_aux=True)
@@ -444,8 +446,8 @@ def _forward(
 ) -> tuple[Any, Any]:
     """Return x after all layers, and the stacked inputs of the layers."""
 
-    def body(x: object, own: object) -> tuple[Any, Any]:
-        return layer(own, parts.rest(), x, batch), x
+    def body(x: object, weights: object) -> tuple[Any, Any]:
+        return layer(weights, parts.rest(), x, batch), x
 
     return lax.scan(body, x, stacked)
 
@@ -455,13 +457,13 @@ def _last(
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
     """Return the loss (and aux), the gradients of leaves at `positions`, and that of x."""
 
-    def run(own: list[jax.Array], values: list[jax.Array]) -> tuple[Any, Any]:
-        rest = parts.rest(dict(zip(positions, own, strict=True)))
+    def run(read: list[jax.Array], values: list[jax.Array]) -> tuple[Any, Any]:
+        rest = parts.rest(dict(zip(positions, read, strict=True)))
         result = model.last(rest, with_floats(x, values), batch)
         return result if model.has_aux else (result, None)
 
-    own = [parts.leaves[at] for at in positions]
-    loss, pull, aux = jax.vjp(run, own, floats(x), has_aux=True)
+    read = [parts.leaves[at] for at in positions]
+    loss, pull, aux = jax.vjp(run, read, floats(x), has_aux=True)
     if jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(
             f"`last` must return a loss, one float; this is {loss.dtype}{list(jnp.shape(loss))}. "
@@ -491,9 +493,9 @@ def _backward_stack(
         weights = [read_layer(weight, i, count) for weight, *_ in leaves]
         x = jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, i, 0, keepdims=False), saved)
 
-        def forward(own: object, read: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
+        def forward(one: Any, read: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
             rest = parts.rest(dict(zip(positions, read, strict=True)))
-            return floats(layer(own, rest, with_floats(x, values), batch))
+            return floats(layer(one, rest, with_floats(x, values), batch))
 
         of_layer = treedef.unflatten([w[0] for w in weights])
         _, pull = jax.vjp(forward, of_layer, read_by_all, floats(x))
@@ -501,7 +503,7 @@ def _backward_stack(
         totals = [total + g for total, g in zip(totals, of_rest, strict=True)]
         gradients = [run.each(g) for g in jax.tree.leaves(gradients)]
         # in a separate barrier: slots are not needed while gradients are computed
-        slots = [read_layer(own, i, count) for _, *own in leaves]
+        slots = [read_layer(slots, i, count) for _, *slots in leaves]
         states, shared = (list(field) for field in zip(*slots, strict=True))
         new = run.update_layer(stack, i, gradients, (weights, states, shared))
         rows = zip(leaves, zip(*new, strict=True), strict=True)

@@ -59,10 +59,10 @@ def choose(
     if implementation is not None:
         return _requested(rule, plan, implementation, g)
     tpu = platform.may_be_tpu(g)
-    if not plan.grouped and (math.prod(plan.shape) > _SMALL or tpu):
+    if not plan.quantized and (math.prod(plan.shape) > _SMALL or tpu):
         return "xla", _ELEMENTWISE  # on a TPU also small leaves: it has no launch cost
     if tpu:
-        reason_against = platform.no_tpu_kernel_reason(g)
+        reason_against = platform.explicit_axes_reason(g)
         reason = reason_against or _unsupported(_TPU, rule, plan)
         if reason is None:
             return _TPU, "fused kernel"
@@ -90,9 +90,9 @@ def _requested(
         elsewhere = None if platform.may_be_tpu(g) else platform.not_tpu_reason(g)
     reason = elsewhere or platform.explicit_axes_reason(g) or _unsupported(kernel, rule, plan)
     small = kernel != _TPU and math.prod(plan.shape) <= _SMALL
-    if reason is None and (plan.grouped or small):
+    if reason is None and (plan.quantized or small):
         return kernel, "asked for"
-    if not plan.grouped and elsewhere is None:
+    if not plan.quantized and elsewhere is None:
         return "xla", reason or _ELEMENTWISE
     raise ValueError(
         f"implementation={kernel!r} cannot take leaf '{plan.path}': {reason}. Pass "

@@ -37,7 +37,7 @@ class Leaf(NamedTuple):
 class Result(NamedTuple):
     """The arrays that a step writes."""
 
-    update: jax.Array  # or the new parameter, if the plan is `direct`
+    update: jax.Array  # or the new parameter, if the plan `returns_params`
     state: LeafState
 
 

@@ -64,13 +64,16 @@ class Engine(StateFormat):
         return transformation
 
     def plans(
-        self, params: optax.Params, state: optax.OptState | None = None, direct: bool = False
+        self,
+        params: optax.Params,
+        state: optax.OptState | None = None,
+        returns_params: bool = False,
     ) -> list[LeafPlan]:
         """Return `plan_leaves` with the settings of this optimizer."""
         return plan_leaves(
             self.rule, self.storage, params, state, weights=self.weights,
             decay_mask=self.decay_mask, slot_dtypes=self.slot_dtypes, structure=self.structure,
-            matrices=self.matrices, direct=direct,
+            matrices=self.matrices, returns_params=returns_params,
         )  # fmt: skip
 
     def init(self, params: optax.Params) -> Any:
@@ -79,7 +82,7 @@ class Engine(StateFormat):
             check_schedule(name, schedule)
         plans = self.plans(params)
         for plan in plans:
-            rule = self.rule.of_leaf(plan.matrices)
+            rule = self.rule.for_leaf(plan.matrices)
             context.record(context.Decision(plan.path, "step", *choose(rule, plan)))
         warn_of_patterns(self.storage.policy, params)
         if self.structure is not None:
@@ -109,9 +112,9 @@ class Engine(StateFormat):
         h: Mapping[str, jax.Array] | None = None,
         count: jax.Array | None = None,
         gradient_scale: jax.Array | None = None,
-        direct: bool = False,
+        returns_params: bool = False,
     ) -> tuple[Any, Any]:
-        """Return updates, or new parameters if `direct`, and the new state.
+        """Return updates, or new parameters if `returns_params`, and the new state.
 
         Args:
           updates: gradients, f32 or 16-bit.
@@ -120,7 +123,7 @@ class Engine(StateFormat):
           h: hyperparameters; by default those at the state's count.
           count: the new count; by default the old one plus 1.
           gradient_scale: a factor of the gradients.
-          direct: whether to return new parameters instead of updates.
+          returns_params: whether to return new parameters instead of updates.
         """
         trees.check_state(state, self.rule.state_type)
         h = self.hyperparameters(state.count) if h is None else h
@@ -129,12 +132,15 @@ class Engine(StateFormat):
         if self.weights and params is None:
             params = self._stand_in(updates, state, h)
         like = updates if params is None else params
-        plans = self.plans(like, state, direct)
+        plans = self.plans(like, state, returns_params)
         gradients = trees.match("gradient", updates, like)
         weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
         if self.weights:
             check_order(gradients, params, state.correction)
-        if any(plan.lands or any(s.codec for s in (*plan.slots, *plan.shared)) for plan in plans):
+        if any(
+            plan.writes_weight or any(s.codec for s in (*plan.slots, *plan.shared))
+            for plan in plans
+        ):
             gradients, weights, h = derivative.without((gradients, weights, dict(h)))
         states, shared = self.unpack(state, plans, like)
         paths = [plan.path for plan in plans]
@@ -145,7 +151,7 @@ class Engine(StateFormat):
         )  # fmt: skip
         results, states, shared = step_leaves(self.rule, batch)
         for plan, update in zip(plans, results, strict=True):
-            if not direct and plan.lands:
+            if not returns_params and plan.writes_weight:
                 context.emit(plan.path, update)
         if not self.weights and self.storage.update_dtype != "float32":
             results = trees.as_given(results, gradients)
@@ -206,7 +212,7 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
 
     Args:
       rule: the optimizer's arithmetic.
-      batch: the parameters; if their plans are `direct`, the updates are new parameters.
+      batch: the parameters; if their plans `returns_params`, the updates are new parameters.
     """
     plans = [
         dataclasses.replace(plan, update_dtype=g.dtype)
@@ -243,10 +249,10 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
 
 
 def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
-    """Do `step_leaves`, stepping the leaves of each rule `of_leaf` together."""
+    """Do `step_leaves`, stepping the leaves of each rule `for_leaf` together."""
     parts: dict[UpdateRule, list[int]] = {}
     for i, plan in enumerate(batch.plans):
-        parts.setdefault(rule.of_leaf(plan.matrices), []).append(i)
+        parts.setdefault(rule.for_leaf(plan.matrices), []).append(i)
     results: list[Any] = [None] * len(batch)
     for own, indices in parts.items():
         part = batch

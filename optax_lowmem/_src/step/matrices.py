@@ -122,7 +122,9 @@ def _step(rule: MatrixRule, stack: LeafBatch) -> list[Result]:
     h, dtype = stack.hyperparameters, jnp.dtype(rule.dtype)
     bare = stack.replace(
         plans=tuple(
-            dataclasses.replace(plan, split=None, rounds=False, update_dtype=dtype, direct=False)
+            dataclasses.replace(
+                plan, split=None, rounds=False, update_dtype=dtype, returns_params=False
+            )
             for plan in stack.plans
         ),
         weights=[None] * len(stack),

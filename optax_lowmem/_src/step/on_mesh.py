@@ -41,7 +41,7 @@ def supported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
         return "its heads are on several devices"
     if not plan.shape:
         return "a 0-d leaf has no shards"
-    return place.cut_groups(plan.shape, plan.group_size) if plan.grouped or plan.noisy else None
+    return place.cut_groups(plan.shape, plan.group_size) if plan.quantized or plan.noisy else None
 
 
 def _of_block(plan: LeafPlan, place: Placement) -> Any:

@@ -30,10 +30,10 @@ class AnyHyperparameters(Mapping[str, jax.Array]):
 
 
 def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
-    """Return the dtype of `Result.update`, the weight's if the plan `lands` or is `direct`."""
+    """Return the dtype of `Result.update`, the weight's if the plan writes it."""
     if p is None:
         return plan.update_dtype
-    return p.dtype if plan.direct or plan.lands else plan.update_dtype
+    return p.dtype if plan.returns_params or plan.writes_weight else plan.update_dtype
 
 
 def slot_tilings(plan: LeafPlan, tiling: Tiling) -> list[Tiling]:
@@ -64,13 +64,13 @@ def output(plan: LeafPlan, viewed: Leaf) -> Any:
 def aliases(
     plan: LeafPlan, inputs: Sequence[Leaf], outputs: Sequence[Result], first: int
 ) -> dict[int, int]:
-    """Return `input_output_aliases` for the state, and for the weight if plans are `direct`."""
+    """Return `input_output_aliases` for the state, and for the weight if plans `returns_params`."""
     numbered_in = _numbered(inputs, first)
     results: dict[int, int] = {}
     for leaf, result in zip(numbered_in, _numbered(outputs, 0), strict=True):
         pairs = zip(jax.tree.leaves(leaf.state), jax.tree.leaves(result.state), strict=True)
         results.update(pairs)
-        if plan.direct:
+        if plan.returns_params:
             results[leaf.p] = result.update
     return results
 
@@ -101,7 +101,7 @@ def step_tile(
     layout, correction = reference.Tile(lanes, lanes), leaf.state.correction
     moved, values = reference.advance(rule, plan, leaf, h, layout)
     if leaf.p is not None:
-        # the weight even if the plan is not direct: XLA fuses the update with its consumer
+        # the weight even if the step returns updates: XLA fuses the update with its consumer
         own = reference.master_noise(plan, noise, layout)
         moved, correction = reference.move(plan, leaf.p, moved, correction, own)
     # encode last, when the weight's registers are free: encoding needs the most registers

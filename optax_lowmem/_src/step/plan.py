@@ -48,7 +48,7 @@ class LeafPlan:
       split: split of the master weight; None for f32 parameters and without master weights.
       update_dtype: dtype of the emitted update.
       decays: whether weight decay applies.
-      direct: whether the step returns new parameters instead of updates.
+      returns_params: whether the step returns new parameters instead of updates.
       block: which elements share a value of block-wise slots; None if the rule has none.
       shared: one plan per block-wise slot, whose groups are those of its flattened values.
       matrices: axes of the matrices of a leaf that a `MatrixRule` steps.
@@ -64,7 +64,7 @@ class LeafPlan:
     split: MasterSplit | None
     update_dtype: jnp.dtype
     decays: bool = True
-    direct: bool = False
+    returns_params: bool = False
     block: Block | None = None
     shared: tuple[SlotPlan, ...] = ()
     matrices: Matrices | None = None
@@ -98,8 +98,8 @@ class LeafPlan:
         )
 
     @property
-    def grouped(self) -> bool:
-        """Return whether any slot is compressed."""
+    def quantized(self) -> bool:
+        """Return whether any slot is stored as codes."""
         return any(slot.codec is not None for slot in self.slots)
 
     @property
@@ -113,7 +113,7 @@ class LeafPlan:
         return self.rounds or (self.split is not None and self.split.stochastic)
 
     @property
-    def lands(self) -> bool:
+    def writes_weight(self) -> bool:
         """Return whether a step computes the rounded new weight, and then the update towards it."""
         return self.rounds or self.split is not None
 
@@ -248,7 +248,7 @@ def plan_leaves(
     slot_dtypes: Mapping[str, Any] | None = None,
     structure: BlockStructure | None = None,
     matrices: MatrixAxes | None = None,
-    direct: bool = False,
+    returns_params: bool = False,
 ) -> list[LeafPlan]:
     """Return the plan of each leaf, and record the decisions.
 
@@ -263,7 +263,7 @@ def plan_leaves(
       structure: which elements share a value of block-wise slots.
       matrices: which leaves are matrices, for rules that treat these differently; the mask does
         not apply to the other leaves.
-      direct: whether the step returns new parameters instead of updates.
+      returns_params: whether the step returns new parameters instead of updates.
     """
     leaves = trees.named_leaves(params)
     if not leaves:  # also for the placeholder of optax.tree.map_params, which fits no mask
@@ -294,7 +294,7 @@ def plan_leaves(
                 storage, slot, path, shape, path in masked_out, path in tables, block,
                 (path, slot.name) in coded, (slot_dtypes or {}).get(slot.name),
             )
-            for slot in rule.of_leaf(axes.get(path)).slots
+            for slot in rule.for_leaf(axes.get(path)).slots
         }  # fmt: skip
         in_dtype = weights and storage.update_dtype == "param"
         plans.append(
@@ -307,7 +307,7 @@ def plan_leaves(
                 split=choose_split(storage, path, dtype) if weights else None,
                 update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
                 decays=decay or (matrices is not None and path not in axes),
-                direct=direct,
+                returns_params=returns_params,
                 block=block,
                 shared=tuple(plan for slot, plan in slots.items() if slot.shared),
                 matrices=axes.get(path),
@@ -339,7 +339,7 @@ def _plan_slot(
     kept = decision.codec
     dtype = kept.dtype if kept else jnp.dtype(plain_dtype or jnp.float32)
     if slot.shared and block is not None:
-        form = f"{decision.form or 'f32'}, {block.words or 'a value a block'}"
+        form = f"{decision.form or 'f32'}, {block.description or 'a value a block'}"
         decision = dataclasses.replace(decision, form=form, reason=block.reason, block=block)
     context.record(decision)
     return SlotPlan(name, kept, dtype, decision.stochastic)

@@ -94,6 +94,10 @@ class _BlockRule(UpdateRule):
         return operands[OF_BLOCK], new
 
 
+def _of_blocks(plan: LeafPlan) -> LeafPlan:
+    return dataclasses.replace(plan.shared_plan, path=f"{plan.path} (means over blocks)")
+
+
 def _prepare_blocks(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
@@ -112,7 +116,7 @@ def _prepare_blocks(
     # the means already include the gradient scale
     h = {name: value for name, value in h.items() if name != "gradient_scale"}
     of_blocks = LeafBatch(
-        tuple(plan.shared_plan for plan in plans), [mean.reshape(-1) for mean in means],
+        tuple(map(_of_blocks, plans)), [mean.reshape(-1) for mean in means],
         [None] * len(plans), flat, h, [{}] * len(plans), keys, numbers, implementation,
     )  # fmt: skip
     with context.stepping(placements=None):  # those are of leaves, not of blocks

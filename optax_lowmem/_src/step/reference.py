@@ -205,29 +205,30 @@ def move(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the new weight and its correction.
 
-    If the plan neither `lands` nor is `direct`, returns the update instead of the weight. `emit`
-    turns a new weight into an update. `noise` comes from `master_noise` or `random.leaf_bits`.
+    If the plan neither `writes_weight` nor `returns_params`, return the update instead of the
+    weight. `emit` turns a new weight into an update. `noise` comes from `master_noise` or
+    `random.leaf_bits`.
     """
     if plan.split is not None and correction is not None:
-        return land(plan.split, p, step, correction, plan.update_dtype, plan.direct, noise)
+        return land(plan.split, p, step, correction, plan.update_dtype, plan.returns_params, noise)
     if plan.rounds:
         assert noise is not None  # since `stochastic_master` is true
         weight = numerics.narrow_stochastically(numerics.widen(p) - step, noise)
-        if plan.direct and plan.update_dtype != jnp.float32:
+        if plan.returns_params and plan.update_dtype != jnp.float32:
             weight = _reached(weight, p, plan.update_dtype)
         return weight, correction
     update = (-step).astype(plan.update_dtype)
-    return (optax.apply_updates(p, update) if plan.direct else update), correction
+    return (optax.apply_updates(p, update) if plan.returns_params else update), correction
 
 
 def emit(plan: LeafPlan, p: jax.Array | None, moved: jax.Array) -> jax.Array:
-    """Turn the result of `move` into the update, or the new weight if the plan is `direct`.
+    """Turn the result of `move` into the update, or the new weight if the plan `returns_params`.
 
     Without a weight, the update is the rule's direction in the plan's `update_dtype`.
     """
     if p is None:
         return moved.astype(plan.update_dtype)
-    if plan.direct or not plan.lands:
+    if plan.returns_params or not plan.writes_weight:
         return moved
     return update_towards(moved, p, plan.update_dtype)
 
@@ -245,25 +246,28 @@ def land(
     step: jax.Array,
     correction: jax.Array,
     update_dtype: jnp.dtype,
-    direct: bool,
+    returns_params: bool,
     noise: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Split master weight - step into (weight, correction); `noise` comes from `random.slot_bits`.
 
-    If the step is `direct`, the weight is the result of applying an update in `update_dtype`, else
-    the target of that update. `optax.apply_updates` computes p + update in f32 and rounds to p's
-    dtype. The correction is relative to that result, so weight and correction always match.
+    If the step `returns_params`, the weight is the result of applying an update in `update_dtype`,
+    else the target of that update. `optax.apply_updates` computes p + update in f32 and rounds to
+    p's dtype. The correction is relative to that result, so weight and correction always match.
     """
     old = split.join(p, correction)
     master = old - step
-    if update_dtype == jnp.float32 and (direct or isinstance(split, BitSplit)):
+    if update_dtype == jnp.float32 and (returns_params or isinstance(split, BitSplit)):
         weight, kept = split.split(master, p.dtype, noise)
-        if not direct:
+        if not returns_params:
             kept = jnp.where(_missed(master, p), jnp.zeros((), kept.dtype), kept)
     else:
         target = split.round(master, p.dtype, noise)
         reached = _reached(target, p, update_dtype)
-        weight, kept = reached if direct else target, split.correction(master, reached, noise)
+        weight, kept = (
+            reached if returns_params else target,
+            split.correction(master, reached, noise),
+        )
     if isinstance(split, UlpSplit):  # half an ulp from p there are two splits: keep p's
         unmoved = master == old
         weight, kept = jnp.where(unmoved, p, weight), jnp.where(unmoved, correction, kept)
@@ -320,7 +324,7 @@ def fused_update(
     key: jax.Array,
     two_passes: bool = False,
 ) -> Result:
-    """Return the update of a leaf (its new parameter if the plan is `direct`) and its new state.
+    """Return the update of a leaf (the parameter if the plan `returns_params`) and its new state.
 
     Args:
       rule: the optimizer's arithmetic.

@@ -20,13 +20,13 @@ class Slot:
       name: `mu` or `nu`.
       signed: whether its values may be negative.
       shared: whether the elements of a `Block` share one value.
-      of_rest: whether a rule that treats matrices differently keeps it only for the other leaves.
+      skips_matrices: whether leaves that are matrices do not have it.
     """
 
     name: str
     signed: bool
     shared: bool = False
-    of_rest: bool = False
+    skips_matrices: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class UpdateRule(abc.ABC):
             `prepare` returned, which broadcast to the elements.
         """
 
-    def of_leaf(self, matrices: Matrices | None) -> "UpdateRule":
+    def for_leaf(self, matrices: Matrices | None) -> "UpdateRule":
         """Return the rule for a leaf, given its matrices or None; by default this rule."""
         del matrices
         return self
@@ -77,7 +77,7 @@ class UpdateRule(abc.ABC):
     def hyperparameters_of(
         self, matrices: Matrices | None, h: Mapping[str, jax.Array]
     ) -> Mapping[str, jax.Array]:
-        """Select the hyperparameters of the rule `of_leaf`, under the names that it uses."""
+        """Select the hyperparameters of the rule `for_leaf`, under the names that it uses."""
         del matrices
         return h
 

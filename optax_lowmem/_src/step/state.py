@@ -204,8 +204,9 @@ def initial_correction(split: MasterSplit, path: str, leaf: jax.Array) -> jax.Ar
 def _misfit(plan: LeafPlan, field: str, array: Any, form: jax.ShapeDtypeStruct) -> str:
     """Return the error message for an array of a state that does not fit the plan."""
     hint = blocks = ""
-    if plan.block is not None and plan.block.words and field in {slot.name for slot in plan.shared}:
-        blocks = f", {field}: {plan.block.words}"
+    description = plan.block.description if plan.block is not None else ""
+    if description and field in {slot.name for slot in plan.shared}:
+        blocks = f", {field}: {description}"
         if varying.sees_shards():
             hint = (
                 " In a shard_map or pmap, means over blocks, rows or columns may involve several "

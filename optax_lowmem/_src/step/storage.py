@@ -27,7 +27,7 @@ def check_group_size(group_size: object) -> None:
     if isinstance(group_size, bool) or not isinstance(group_size, int):
         raise TypeError(
             f"group_size must be an int known when tracing, got {type(group_size).__name__}. "
-            "Inside inject_hyperparams name it in static_args, or pass it through "
+            "Inside lowmem.inject_hyperparams name it in static_args, or pass it through "
             "storage=Storage(group_size=...)."
         )
     if group_size < 1:
@@ -39,7 +39,8 @@ def check_bits(name: str, bits: object) -> None:
     if type(bits) is not int or bits not in (24, 32):
         raise ValueError(
             f"{name} is the width of the master weights: 24 or 32, known when tracing (for no "
-            f"correction, Storage(master_weight_bits=None)), got {bits!r}"
+            f"correction, Storage(master_weight_bits=None)), got {bits!r}. To inject "
+            "hyperparameters, use lowmem.inject_hyperparams."
         )
 
 

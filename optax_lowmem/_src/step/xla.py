@@ -22,6 +22,7 @@ from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.batch import Leaf, LeafBatch, LeafState, Result
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
+from optax_lowmem._src.step.scopes import scope
 
 # traced once per shape and plan: tracing it per leaf would dominate the tracing time
 plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan", "two_passes"))
@@ -37,7 +38,8 @@ def step(rule: UpdateRule, batch: LeafBatch) -> list[Result]:
         like, treedef = jax.tree.flatten(leaf.result_like)
         work = functools.partial(_step, rule, batch.plans[i].nameless, batch.numbers[i])
         shardings = list(map(explicit.sharding_of, like))
-        arrays = explicit.left_to_xla(work, shardings, leaf, batch.h(i), batch.keys, number)
+        with scope([batch.plans[i].path], "xla"):
+            arrays = explicit.left_to_xla(work, shardings, leaf, batch.h(i), batch.keys, number)
         results.append(jax.tree.unflatten(treedef, arrays))
     return results
 
@@ -55,7 +57,7 @@ def _step(
     platform = jax.default_backend()
     if packs(plan, platform):
         return jax.tree.leaves(packed_update(rule, plan, leaf, h, keys, number))
-    two_passes = platform == "gpu" and plan.grouped
+    two_passes = platform == "gpu" and plan.quantized
     return jax.tree.leaves(plain(rule, plan, leaf, h, keys[index], two_passes=two_passes))
 
 
@@ -70,7 +72,7 @@ def packs(plan: LeafPlan, platform: str) -> bool:
 
     XLA fuses the elementwise work of a leaf without codes well.
     """
-    return platform == "cpu" and plan.grouped and not plan.rounds
+    return platform == "cpu" and plan.quantized and not plan.rounds
 
 
 def _words(plan: LeafPlan, has_weight: bool) -> list[Fields]:
@@ -113,7 +115,7 @@ def packed_update(
 
     The number is an operand: as a constant it would prevent equal leaves from sharing a program.
     """
-    if plan.direct:
+    if plan.returns_params:
         result: Result = _finished(rule, plan, leaf, h, keys, number)
         return result
     # the rest of an update is computed outside the calls, where XLA fuses it with its consumer

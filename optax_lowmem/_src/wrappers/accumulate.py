@@ -67,7 +67,10 @@ def accumulate_gradients(
       >>> tx = lowmem.accumulate_gradients(lowmem.flash_adamw(3e-4), every=8, into="bfloat16")
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every must be a number of micro-batches, at least 1, got {every!r}")
+        raise ValueError(
+            f"every must be a number of micro-batches, at least 1, got {every!r}. To inject "
+            "hyperparameters, use lowmem.inject_hyperparams."
+        )
     if into == "bfloat16":
         work = _Buffered(trees.wrapped(tx), every, seed)
         return optax.GradientTransformationExtraArgs(work.init, work.update)
@@ -159,8 +162,8 @@ class _Direct:
         trees.check_state(state, AccumulationState)
         steps = state.inner_state.count
         first, last = state.micro_step == 0, state.micro_step == self.every - 1
-        given = self.engine.hyperparameters(steps)
-        h = dict(self.engine.rule.accumulating(given, first, self.every))
+        of_step = self.engine.hyperparameters(steps)
+        h = dict(self.engine.rule.accumulating(of_step, first, self.every))
         # only the last micro-batch changes the weights, and counts as a step
         h |= {name: jnp.where(last, h[name], 0) for name in ("lr", "decay") if name in h}
         micro_step = jnp.where(last, 0, state.micro_step + 1)
@@ -261,16 +264,16 @@ def value_and_grad(
             [_parts(path, leaf, micro_batches) for path, leaf in trees.named_leaves(batch)],
         )
         # mixed, so that keys differ from the optimizer's, which are hashed from (seed, step)
-        own = random.mix(jnp.asarray(seed).astype(jnp.uint32))
+        mixed_seed = random.mix(jnp.asarray(seed).astype(jnp.uint32))
 
         def body(
-            carry: tuple[jax.Array, optax.Updates], given: tuple[jax.Array, Any]
+            carry: tuple[jax.Array, optax.Updates], inputs: tuple[jax.Array, Any]
         ) -> tuple[tuple[jax.Array, optax.Updates], None]:
             total, mean = carry
-            index, part = given
+            index, part = inputs
             value, gradient = of_one(params, part)
             means = _means(gradient, mean, micro_batches)
-            return (total + value.astype(jnp.float32), _rounded(means, own, index)), None
+            return (total + value.astype(jnp.float32), _rounded(means, mixed_seed, index)), None
 
         value, gradient = jax.eval_shape(of_one, params, jax.tree.map(lambda x: x[0], parts))
         total = varying.over(jnp.zeros((), jnp.float32), varying.axes_of(value))

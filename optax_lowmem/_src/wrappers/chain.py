@@ -217,7 +217,7 @@ def _step(
     if isinstance(tx, Chain):
         return _run(tx.links, updates, state, params, _step, extra)
     if isinstance(tx, EngineTransformation) and tx.engine.weights and params is not None:
-        return tx.engine.run(updates, state, params, gradient_scale=factor, direct=True)
+        return tx.engine.run(updates, state, params, gradient_scale=factor, returns_params=True)
     if isinstance(tx, Sampler):
 
         def take(

@@ -138,8 +138,8 @@ def _constants(
         code, scale = encode_array(codec, row, group_size)
         codes, scales = codec.storage(weight.shape, group_size)
         code = explicit.filled("a leaf", weight, codes, group_size, code.reshape(()))
-        own = explicit.of_state("a leaf", weight, scales.shape, group_size)
-        pairs.append((code, explicit.reshard(jnp.full(scales.shape, scale.reshape(())), own)))
+        sharding = explicit.of_state("a leaf", weight, scales.shape, group_size)
+        pairs.append((code, explicit.reshard(jnp.full(scales.shape, scale.reshape(())), sharding)))
     return pairs
 
 
@@ -170,7 +170,7 @@ class Compressor:
     # ---- slots of the inner state ------------------------------------------------------------
 
     def _codec_of(self, state: optax.OptState, field: str) -> GroupCodec | None:
-        known = facts(state, field, own=True)
+        known = facts(state, field, ours=True)
         codec = self.select(field, known)
         kind = type(state).__name__
         if codec is not None and kind in REFUSED:
@@ -189,7 +189,7 @@ class Compressor:
             if codec is None:
                 return value
             name, block_wise = scale_name(field, slots), (type(node).__name__, field) == _BLOCK_WISE
-            known = facts(node, field, own=True)
+            known = facts(node, field, ours=True)
             slots[name] = _Slot(field, name, codec, known, block_wise, value)
             return ()
 
@@ -282,7 +282,7 @@ class Compressor:
         )  # fmt: skip
         compressed = decision.codec is not None
         if block is not None:  # described as by optimizers that store block-wise slots themselves
-            form = f"{decision.form or 'f32'}, {block.words or 'a value a block'}"
+            form = f"{decision.form or 'f32'}, {block.description or 'a value a block'}"
             reason = "; ".join(filter(None, [block.reason, unpackable]))
             decision = dataclasses.replace(decision, form=form, reason=reason, block=block)
         context.record(decision)

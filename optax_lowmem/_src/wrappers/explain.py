@@ -180,10 +180,10 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
     untouched = _wrapped(state, _PASSING, ours=False, otherwise=False)
     in_some_steps = _in_some_steps(state)
 
-    def differs(update: jax.Array, own: jax.Array) -> bool:
-        if in_some_steps or untouched and update is not own:
+    def differs(update: jax.Array, of_split: jax.Array) -> bool:
+        if in_some_steps or untouched and update is not of_split:
             return True
-        return bool(jnp.any(update != 0)) and bool(jnp.any(update != own))
+        return bool(jnp.any(update != 0)) and bool(jnp.any(update != of_split))
 
     return [
         path
@@ -265,9 +265,16 @@ class Explanation:
         for d in self.decisions:
             slots[d.path].append((d.slot, d.form, d.reason))
         merged: dict[tuple[tuple[str, str | None, str], ...], list[str]] = {}
-        for path, own in slots.items():
-            merged.setdefault(tuple(own), []).append(path)
+        for path, of_leaf in slots.items():
+            merged.setdefault(tuple(of_leaf), []).append(path)
         return merged
+
+
+def _ask(step: context.Decision) -> list[str]:
+    """Say how to ask what a program takes, where that depends on its devices."""
+    if step.form == "xla" or jax.device_count() == 1:
+        return []
+    return ["on several devices as lowmem.implementations(compiled) says"]
 
 
 def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanation:
@@ -311,7 +318,7 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
     ]
     cut = _cut_groups(params, decisions)
     steps = tuple(
-        dataclasses.replace(d, reason="; ".join([d.reason, *cut.get(d.path, ())]))
+        dataclasses.replace(d, reason="; ".join([d.reason, *_ask(d), *cut.get(d.path, ())]))
         for d in result
         if d.slot == "step"
     )

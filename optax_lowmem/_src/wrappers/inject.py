@@ -54,19 +54,19 @@ def inject_hyperparams(
       >>> state.hyperparams["b2"].dtype
       dtype('float32')
     """
-    given = {static_args} if isinstance(static_args, str) else set(static_args)
+    static = {static_args} if isinstance(static_args, str) else set(static_args)
     if _is_ours(inner_factory):
-        given |= _STATIC & inspect.signature(inner_factory).parameters.keys()
-    optax.inject_hyperparams(inner_factory, given)  # raises for unknown names
+        static |= _STATIC & inspect.signature(inner_factory).parameters.keys()
+    optax.inject_hyperparams(inner_factory, static)  # raises for unknown names
 
     @functools.wraps(inner_factory)
-    def made(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+    def make(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         arguments = inspect.signature(inner_factory).bind(*args, **kwargs).arguments
         exact = {name for name, value in arguments.items() if isinstance(value, PowerDecay)}
-        injected = optax.inject_hyperparams(inner_factory, given | exact, jnp.float32)
+        injected = optax.inject_hyperparams(inner_factory, static | exact, jnp.float32)
         return injected(*args, **kwargs)
 
-    return made
+    return make
 
 
 def _is_ours(factory: Any) -> bool:

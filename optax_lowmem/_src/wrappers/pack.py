@@ -266,7 +266,10 @@ def pack_small_leaves(
     """
     trees.check_transformation(tx, "pack_small_leaves takes an optimizer, pack_small_leaves(tx).")
     if isinstance(below, bool) or not isinstance(below, int) or below < 0:
-        raise ValueError(f"below must be a number of elements >= 0, got {below!r}")
+        raise ValueError(
+            f"below must be a number of elements >= 0, got {below!r}. To inject hyperparameters, "
+            "use lowmem.inject_hyperparams."
+        )
     if not isinstance(tx, EngineTransformation):
         raise ValueError(
             "pack_small_leaves needs one of our optimizers, unwrapped, such as flash_adamw(...): "

@@ -64,14 +64,14 @@ SLOTS: dict[tuple[str, str], SlotFacts] = {
     ("EmaState", "ema"): _FIRST,
 }
 
-_OWN_FIRST = SlotFacts(signed=True, constant_init=False, moment=1)
-_OWN_SECOND = SlotFacts(signed=False, constant_init=False, moment=2)
+_OURS_FIRST = SlotFacts(signed=True, constant_init=False, moment=1)
+_OURS_SECOND = SlotFacts(signed=False, constant_init=False, moment=2)
 # of this library's optimizers with f32 slots: scale_by_adam_mini and its variants
-_OWN: dict[tuple[str, str], SlotFacts] = {
-    ("FlashAdamState", "mu"): _OWN_FIRST,
-    ("FlashAdamState", "nu"): _OWN_SECOND,
-    ("FlashLionState", "mu"): _OWN_FIRST,
-    ("FlashSgdState", "mu"): _OWN_FIRST,
+_OURS: dict[tuple[str, str], SlotFacts] = {
+    ("FlashAdamState", "mu"): _OURS_FIRST,
+    ("FlashAdamState", "nu"): _OURS_SECOND,
+    ("FlashLionState", "mu"): _OURS_FIRST,
+    ("FlashSgdState", "mu"): _OURS_FIRST,
 }
 
 
@@ -102,19 +102,19 @@ REFUSED = {
 def is_known(state: object, field: str) -> bool:
     """Return whether a field of a state is a known slot, of optax or this library."""
     name = type(state).__name__, field
-    return name in SLOTS or name in _OWN
+    return name in SLOTS or name in _OURS
 
 
-def facts(state: object, field: str, own: bool = False) -> SlotFacts:
+def facts(state: object, field: str, ours: bool = False) -> SlotFacts:
     """Return the facts about a field of a state; an unknown field counts as signed.
 
     Args:
       state: a node of an optimizer's state.
       field: name of its field.
-      own: whether to include the slots of this library's optimizers.
+      ours: whether to include the slots of this library's optimizers.
     """
     name = type(state).__name__, field
-    return (_OWN.get(name) if own else None) or SLOTS.get(name, _UNKNOWN)
+    return (_OURS.get(name) if ours else None) or SLOTS.get(name, _UNKNOWN)
 
 
 def map_slots(
@@ -149,7 +149,7 @@ def _is_known(node: object) -> bool:
     return is_state(node) or any(type(node).__name__ == state_type for state_type, _ in SLOTS)
 
 
-def scale_name(slot: str, taken: Mapping[str, Any]) -> str:
+def scale_name(slot: str, known: Mapping[str, Any]) -> str:
     """Return the key for the scales of a slot's next occurrence."""
-    same = sum(name.startswith(f"{slot}_scale") for name in taken)
+    same = sum(name.startswith(f"{slot}_scale") for name in known)
     return f"{slot}_scale" + (f"_{same}" if same else "")

@@ -33,19 +33,19 @@ class UpdateClippingState(NamedTuple):
 def _second_moments(state: optax.OptState) -> dict[str, jax.Array]:
     """Return {leaf path: second moment} from the only slot of a state that is a second moment."""
     results: list[optax.Params] = []
-    ours: list[str] = []
+    of_library: list[str] = []
 
     def visit(node: object, field: str, value: Tree) -> Tree:
         known = facts(node, field)
-        if known != facts(node, field, own=True):
-            ours.append(field)
+        if known != facts(node, field, ours=True):
+            of_library.append(field)
         if known.moment == 2 and not known.running_maximum:
             results.append(value)
         return value
 
     map_slots(visit, state)
     if len(results) != 1:
-        if ours:  # codes, or means of many elements
+        if of_library:  # codes, or means of many elements
             why = (
                 "this library's optimizers store it in another form. Clip a direction by "
                 "optax.clip_by_block_rms(1.0) after it"
@@ -101,8 +101,8 @@ class _Clipper:
 
         rows = list(zip(trees.named_leaves(new), jax.tree.leaves(updates), strict=True))
         # leaves without a moment are masked out here
-        own = [(moments[path], g, update) for (path, update), g in rows if path in moments]
-        clipped = iter(_clipped(own, debias, self.eps, self.threshold))
+        with_moment = [(moments[path], g, update) for (path, update), g in rows if path in moments]
+        clipped = iter(_clipped(with_moment, debias, self.eps, self.threshold))
         leaves = [next(clipped) if path in moments else update for (path, update), _ in rows]
         tree = jax.tree.unflatten(jax.tree.structure(new), leaves)
         return tree, UpdateClippingState(count, inner)

@@ -1,5 +1,6 @@
 """Groups leaves into launches of the GPU kernel, by Pallas or by generated Triton."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +10,14 @@ import jax.numpy as jnp
 
 from optax_lowmem._src.core.groups import Tile, Tiling
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.kernels.fallback import with_fallback
+from optax_lowmem._src.kernels.fallback import on_one_device, with_fallback
 from optax_lowmem._src.step import operands, reference, tuning, xla
 from optax_lowmem._src.step.batch import Leaf, LeafBatch, Result
+from optax_lowmem._src.step.gpu import kernel
+from optax_lowmem._src.step.partition import StepPartition
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
+from optax_lowmem._src.step.scopes import scope
 
 _UPDATES = 1 << 20  # bytes of updates that a launch may always allocate
 
@@ -27,9 +31,7 @@ def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         return None if platform.has_pallas_triton() else platform.NO_PALLAS_TRITON
     if not platform.has_jax_triton():
         return platform.NO_JAX_TRITON
-    from optax_lowmem._src.step.gpu import jax_triton
-
-    return jax_triton.supported(rule, plan)
+    return kernel.unsupported(rule, plan)
 
 
 def step(
@@ -51,7 +53,7 @@ def launches(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
     model's layers, are therefore distributed evenly, so that many launches have the same shapes.
     The remaining leaves, and shapes that occur once, are grouped in order.
 
-    If the plans are not direct, each leaf needs a new array for its weight or update. Those of a
+    If a step returns updates, each leaf needs a new array for its weight or update. Those of a
     launch take at most 4 bytes per element of the largest leaf, or 1 MB.
     """
     plans = batch.plans
@@ -65,7 +67,7 @@ def launches(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
     for alike in kinds.values():
         plan, p = plans[alike[0]], batch.weights[alike[0]]
         most = tuned.elements
-        if not plan.direct:
+        if not plan.returns_params:
             itemsize = operands.update_dtype(plan, p).itemsize
             most = min(most, max(4 * largest, _UPDATES) // itemsize)
         sizes = {i: math.prod(plans[i].shape) for i in alike}
@@ -106,33 +108,45 @@ def _in_order(
 
 def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Result]:
     """Step the parameters of one launch."""
-    plans = batch.nameless.plans
+    plans, paths = batch.nameless.plans, [plan.path for plan in batch.plans]
     leaves = [batch.leaf(i) for i in range(len(batch))]
-    names = tuple(sorted(batch.h(0)))
+    names, numbers = tuple(sorted(batch.h(0))), batch.numbers
     # one row per leaf only if hyperparameters differ between leaves
     hs = [batch.h(i) for i in range(len(batch) if rule.prepares == "leaf" else 1)]
     scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in hs])
-    numbers = jnp.asarray(batch.numbers, jnp.int32)
 
-    def launched(leaves: list[Leaf], scalars: jax.Array, keys: jax.Array) -> list[Result]:
-        if backend == "pallas":
-            from optax_lowmem._src.step.gpu.pallas_triton import launch
-        else:
-            from optax_lowmem._src.step.gpu.jax_triton import launch
-        results = launch(rule, plans, tuple(leaves), names, scalars, keys, numbers, tile)
+    def launched(
+        plans: tuple[LeafPlan, ...],
+        numbers: tuple[int, ...],
+        leaves: list[Leaf],
+        scalars: jax.Array,
+        keys: jax.Array,
+    ) -> list[Result]:
+        arrays = tuple(leaves), names, scalars, keys, jnp.asarray(numbers, jnp.int32)
+        with scope(paths, backend):
+            results = kernel.launch(rule, plans, *arrays, tile, backend=backend)
         return [
             result._replace(update=reference.emit(plan, leaf.p, result.update))
             for plan, leaf, result in zip(plans, leaves, results, strict=True)
         ]
 
-    def plain(leaves: list[Leaf], scalars: jax.Array, keys: jax.Array) -> list[Result]:
+    def plain(
+        two_passes: bool, leaves: list[Leaf], scalars: jax.Array, keys: jax.Array
+    ) -> list[Result]:
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
-        rows = zip(plans, leaves, batch.numbers, strict=True)
-        return [
-            xla.plain(rule, plan, leaf, hs[i % len(hs)], keys[number])
-            for i, (plan, leaf, number) in enumerate(rows)
-        ]
+        results = []
+        for i, (plan, leaf, number) in enumerate(zip(plans, leaves, numbers, strict=True)):
+            step = functools.partial(xla.plain, two_passes=two_passes and plan.quantized)
+            with scope([paths[i]], "xla"):
+                results.append(step(rule, plan, leaf, hs[i % len(hs)], keys[number]))
+        return results
 
+    arguments = (leaves, scalars, batch.keys)
+    content = f"{rule} {names} {tile}"
+    partition = StepPartition(backend, content, launched, paths, plans, numbers, arguments)
+    kernel = functools.partial(launched, plans, numbers)
     if batch.implementation is not None:
-        return launched(leaves, scalars, batch.keys)
-    return with_fallback("cuda", launched, plain, leaves, scalars, batch.keys)
+        result: list[Result] = on_one_device(kernel, kernel, *arguments, partition=partition)
+        return result
+    once, twice = (functools.partial(plain, two_passes) for two_passes in (False, True))
+    return with_fallback("cuda", kernel, once, *arguments, several=twice, partition=partition)

@@ -33,6 +33,7 @@ from optax_lowmem._src.step.operands import (
 )
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
+from optax_lowmem._src.step.scopes import scope
 from optax_lowmem._src.step.tpu import lanes
 from optax_lowmem._src.step.tpu import pallas_tpu_views as views
 from optax_lowmem._src.step.tpu.lanes import LANES, ROWS
@@ -203,11 +204,11 @@ def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> lis
     lane_bits = register_bits(lane_keys, group_size)
     results = []
     for i, number in enumerate(batch.numbers):
-        launched = functools.partial(_launched, rule, batch.plans[i].nameless, elements)
-        plain = functools.partial(_plain, rule, batch.plans[i].nameless)
+        launched = functools.partial(_launched, rule, batch.plans[i], elements)
+        plain = functools.partial(_plain, rule, batch.plans[i])
         keys = batch.keys[number], row_keys[number], lane_bits[number]
         arrays = batch.leaf(i), batch.h(i), keys
-        if batch.implementation is None and platform.target(batch.gradients[i]) is None:
+        if batch.implementation is None:
             results.append(with_fallback("tpu", launched, plain, *arrays))
         else:
             results.append(launched(*arrays))
@@ -227,13 +228,14 @@ def _launched(
 ) -> Result:
     names = tuple(sorted(h))
     scalars = jnp.stack([h[name] for name in names])
-    with platform.targeting(leaf.g):
-        result = launch(rule, plan, leaf, names, scalars, *keys[1:], elements)
+    with platform.targeting(leaf.g), scope([plan.path], NAME):
+        result = launch(rule, plan.nameless, leaf, names, scalars, *keys[1:], elements)
     return result._replace(update=reference.emit(plan, leaf.p, result.update))
 
 
 def _plain(
     rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Mapping[str, jax.Array], keys: Keys
 ) -> Result:
-    result: Result = xla.plain(rule, plan, leaf, h, keys[0])
+    with scope([plan.path], "xla"):
+        result: Result = xla.plain(rule, plan.nameless, leaf, h, keys[0])
     return result

@@ -1,0 +1,22 @@
+"""The table of training frameworks: their AdamW and `flash_adamw`, by `make test-frameworks`."""
+
+from benchmarks.records import Rows, grouped, newest, select
+from benchmarks.render import markdown, source
+
+IMPLS = ("its AdamW, f32", "flash_adamw, f32 weights", "flash_adamw, bf16 weights")
+
+
+def frameworks(rows: Rows) -> str:
+    used = newest(select(rows, bench="frameworks"))
+    head = ["framework", "first loss"]
+    head += [f"loss, {impl}" for impl in IMPLS] + [f"bytes, {impl}" for impl in IMPLS]
+    body = []
+    for case, impls in sorted(grouped(used, "case", "impl", "metric").items()):
+        rows_of = [impls[impl] for impl in IMPLS]
+        losses = [f"{row['loss']['value']:.3f}" for row in rows_of]
+        sizes = [f"{row['bytes_per_parameter']['value']:.2f}" for row in rows_of]
+        body.append([case, f"{rows_of[0]['first_loss']['value']:.3f}", *losses, *sizes])
+    return markdown(head, body) + (source(used) if used else "")
+
+
+TABLES = {"frameworks": frameworks}

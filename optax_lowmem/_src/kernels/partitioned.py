@@ -1,0 +1,264 @@
+"""Calls that XLA's partitioner asks how to cut, once it knows the shardings of all operands.
+
+`jax.experimental.custom_partitioning` does this too, but names a call by an address: a program with
+one is never found in the persistent compilation cache. Here a call is named by its content. This is
+the only module that uses JAX's private API; without it (`available`) kernels run on one device, in
+a `shard_map`, and where `lowmem.step` is given `specs=`.
+"""
+
+import abc
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import hashlib
+import inspect
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import Mesh
+
+try:
+    from jax._src import custom_partitioning as _jax
+    from jax._src.lib import xla_client
+    from jax._src.sharding_impls import GSPMDSharding, ShardingContext
+    from jaxlib.mlir import ir
+except ImportError:  # pragma: no cover
+    _jax = None  # type: ignore[assignment]
+
+EVERY = "every device"  # name of the mesh axis of all devices, in a device's program
+
+
+@functools.cache
+def available() -> bool:
+    """Return whether this JAX has what `lower` uses."""
+    return (
+        _jax is not None
+        and hasattr(_jax, "_sharding_callbacks")
+        and hasattr(xla_client.HloSharding, "tile_assignment_devices")
+        and list(inspect.signature(ShardingContext).parameters)[:2]
+        == ["num_devices", "device_assignment"]
+        and {"keepalives", "platforms", "axis_context"}
+        <= set(inspect.signature(mlir.ModuleContext).parameters)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How an array is cut.
+
+    Attributes:
+      devices: positions of devices in the program's order, [parts of each dimension..., copies].
+    """
+
+    devices: np.ndarray
+
+    @classmethod
+    def whole(cls, rank: int, count: int) -> "Tiles":
+        """Return the tiles of an array that every device has."""
+        return cls(np.arange(count).reshape(*(1,) * rank, count))
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Number of parts along each dimension."""
+        return self.devices.shape[:-1]
+
+    @property
+    def count(self) -> int:
+        """Number of different parts."""
+        return math.prod(self.parts)
+
+    def uncut(self, d: int) -> "Tiles":
+        """Return the tiles without the cut of a dimension: several devices have the same part."""
+        tiles = np.expand_dims(np.moveaxis(self.devices, d, -1), d)
+        return Tiles(tiles.reshape(*tiles.shape[:-2], -1))
+
+    def moved(self, d: int, to: int) -> "Tiles":
+        """Return the tiles with the cut of a dimension as a further cut of another, before it."""
+        tiles = np.moveaxis(np.expand_dims(self.devices, d + 1), d, to + 1)
+        return Tiles(tiles.reshape(*tiles.shape[:to], -1, *tiles.shape[to + 2 :]))
+
+    def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a part."""
+        return tuple(size // parts for size, parts in zip(shape, self.parts, strict=True))
+
+    def starts(self, sizes: Sequence[int]) -> np.ndarray:
+        """Return where each device's part begins, uint32 [devices, dimensions].
+
+        Args:
+          sizes: size of a part along each dimension, in the unit of the result.
+        """
+        table = np.zeros((self.devices.size, len(sizes)), np.uint32)
+        for at, device in np.ndenumerate(self.devices):
+            table[device] = np.multiply(at[:-1], sizes)
+        return table
+
+
+class Partition(abc.ABC):
+    """How a call is cut into the work of devices, each of which has parts of the operands.
+
+    It is asked while XLA compiles, under the context variables of when it was made.
+    """
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+        self._x64 = _x64()
+
+    @property
+    @abc.abstractmethod
+    def content(self) -> str:
+        """All that the work depends on but the operands' shapes: its key in persistent caches."""
+
+    @abc.abstractmethod
+    def named(self) -> contextlib.AbstractContextManager[None]:
+        """Name the work: its operations have the name of the call in the compiled program."""
+
+    @abc.abstractmethod
+    def rule(self) -> SdyShardingRule:
+        """Return which dimensions of operands and results are cut alike."""
+
+    @abc.abstractmethod
+    def cut(
+        self, given: Sequence[Tiles | None], count: int
+    ) -> tuple[list[Tiles], list[Tiles], Callable[..., list[jax.Array]]]:
+        """Return (tiles of operands, tiles of results, the work of a device).
+
+        Args:
+          given: how XLA would cut the operands; None where it does not say.
+          count: number of devices; a device's number is `jax.lax.axis_index(EVERY)`.
+        """
+
+    def traced(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Call a function as it would have been called when this was made."""
+        switch = contextlib.nullcontext() if _x64() == self._x64 else jax.enable_x64(self._x64)
+        with switch:
+            return self._context.copy().run(work, *args)
+
+
+def _x64() -> bool:
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+
+
+_kept: dict[bytes, Any] = {}  # callbacks, by the hash of their content
+
+
+def can_lower(module: Any) -> bool:
+    """Return whether a call can be partitioned in a program that is lowered."""
+    count = getattr(module.axis_context, "num_devices", None)
+    exported = module.lowering_parameters.for_export
+    return available() and not exported and 0 < (count or 0) <= jax.device_count()
+
+
+def lower(
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], partition: Partition, kernel: Any
+) -> Any:
+    """Return the results of a partitioned call, as values of the program that is lowered.
+
+    Args:
+      ctx: of a program for which `can_lower` holds.
+      operands: values, one for each of `ctx.avals_in`.
+      partition: how the call is cut.
+      kernel: the jaxpr of the call with whole operands.
+    """
+    module: Any = ctx.module_context
+    count = module.axis_context.num_devices
+    types = [x.aval for x in kernel.outvars]
+    asked = custom_partitioning(lambda *_: [jnp.zeros(x.shape, x.dtype) for x in types])
+    cut = functools.partial(_cut, partition, count)
+    asked.def_partition(
+        cut,
+        infer_sharding_from_operands=lambda *args: cut(*args)[2],  # by GSPMD, without Shardy
+        decode_shardings=False,
+        sharding_rule=partition.rule(),
+    )
+    # Stand-ins of the program's devices, of which only the number counts: a program need not have
+    # one mesh, nor devices.
+    stand_ins = ShardingContext(count, tuple(jax.devices()[:count]), None)
+    inner = ctx.replace(module_context=module.replace(axis_context=stand_ins))
+
+    def call(*args: jax.Array) -> list[jax.Array]:
+        with partition.named():
+            result: list[jax.Array] = asked(*args)
+        return result
+
+    values = mlir.lower_fun(call, multiple_results=True)(inner, *operands)
+    content = partition.content, _printed_calls(kernel), count, module.platforms
+    _name(module, values[0].owner, repr(content))
+    return values
+
+
+def _printed_calls(jaxpr: Any) -> list[str]:
+    """Return hashes of the functions that a jaxpr calls, which have the arithmetic of its work."""
+    return [_printed(eqn.params["jaxpr"]) for eqn in jaxpr.eqns if "jaxpr" in eqn.params]
+
+
+@functools.lru_cache(maxsize=32)  # launches of equal leaves call one function
+def _printed(jaxpr: Any) -> str:
+    return hashlib.sha256(str(jaxpr).encode()).hexdigest()
+
+
+def _cut(partition: Partition, count: int, mesh: Any, args: Any, results: Any) -> Any:
+    """Answer XLA's partitioner."""
+    del mesh, results
+    shardings = [x.sharding for x in args]
+    devices = next(s for s in shardings if s is not None)._internal_device_list
+    given = [
+        None if s is None else _tiles_of(s._hlo_sharding, len(x.shape))
+        for s, x in zip(shardings, args, strict=True)
+    ]
+    of_args, of_results, work = partition.traced(partition.cut, given, count)
+
+    def device(*args: jax.Array) -> list[jax.Array]:
+        return partition.traced(work, *args)
+
+    laid = [
+        [GSPMDSharding(devices, _hlo_sharding(tiles)) for tiles in every]
+        for every in (of_args, of_results)
+    ]
+    return Mesh(np.asarray(list(devices)), (EVERY,)), device, laid[1], tuple(laid[0])
+
+
+def _tiles_of(sharding: Any, rank: int) -> Tiles | None:
+    if sharding.is_replicated() or not sharding.is_tiled() or sharding.subgroup_types():
+        return None
+    devices = np.asarray(sharding.tile_assignment_devices())
+    tiles = devices.reshape(sharding.tile_assignment_dimensions())
+    return Tiles(tiles.reshape(*tiles.shape[:rank], -1))
+
+
+def _hlo_sharding(tiles: Tiles) -> Any:
+    if tiles.count == 1:
+        return xla_client.HloSharding.replicate()
+    proto, copies = xla_client.OpSharding(), tiles.devices.shape[-1]
+    proto.type = xla_client.OpSharding.Type.OTHER
+    proto.tile_assignment_dimensions = [*tiles.parts, *([copies] if copies > 1 else [])]
+    proto.tile_assignment_devices = tiles.devices.reshape(-1).tolist()
+    proto.replicate_on_last_tile_dim = copies > 1
+    return xla_client.HloSharding.from_proto(proto)
+
+
+def _name(module: Any, call: Any, content: str) -> None:
+    """Name a call by what it computes.
+
+    JAX names it by the address of its callback. As that is kept here, the executable need not keep
+    it, and can be serialized.
+    """
+    named = ir.StringAttr(call.attributes["backend_config"]).value
+    key = hashlib.sha256(f"{jax.__version__} {content}".encode()).hexdigest()
+    callback = _jax._sharding_callbacks[named.encode()]
+    callback.module_context = types.SimpleNamespace(
+        platforms=module.platforms, backend=module.backend
+    )
+    _kept[key.encode()] = _jax._sharding_callbacks[key.encode()] = callback
+    module.keepalives.remove(callback)
+    call.attributes["backend_config"] = ir.StringAttr.get(key)
+    # jax_remove_custom_partitioning_ptr_from_cache_key hides the former from the cache's key
+    mark = ir.DictAttr.get({"lowmem.content": ir.StringAttr.get(key)})
+    call.attributes["mhlo.frontend_attributes"] = mark

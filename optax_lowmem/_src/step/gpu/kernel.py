@@ -1,0 +1,270 @@
+"""The step of several leaves in one GPU kernel, for every backend (see `gpu_kernel`).
+
+The body calls the same rule, codecs and split as the reference. Leaves that differ only in shape
+share a launch: a program finds its leaf from its program id, loads a tile, steps and stores it.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from optax_lowmem._src.core import numerics, random
+from optax_lowmem._src.core.block import Block, product
+from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
+from optax_lowmem._src.kernels import gpu_kernel, jaxpr_to_triton, tiles
+from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
+from optax_lowmem._src.step.batch import Leaf, LeafState, Result
+from optax_lowmem._src.step.operands import (
+    AnyHyperparameters,
+    aliases,
+    output,
+    restored,
+    step_tile,
+    views,
+)
+from optax_lowmem._src.step.plan import LeafPlan
+from optax_lowmem._src.step.rule import UpdateRule
+
+_MAX_LANES = 1 << 16  # of generated Triton
+_MAX_POINTERS = 480  # CUDA limits arguments to 4 KiB
+
+
+def unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
+    """Return the reason why generated Triton cannot step a leaf, or None."""
+    if not 0 < math.prod(plan.shape) <= MAX_ELEMENTS:
+        return f"{math.prod(plan.shape)} elements; the kernel takes 1 to {MAX_ELEMENTS}"
+    if Tiling(plan.shape, plan.group_size, 1).lanes > _MAX_LANES:
+        return f"groups of {plan.group_size}; the kernel takes up to {_MAX_LANES} elements"
+    for slot in plan.slots:
+        if slot.codec is not None and slot.codec.no_tile_reason is not None:
+            return slot.codec.no_tile_reason
+    unknown = _unknown(rule, plan.shapeless)
+    return unknown and f"the step uses `{unknown}`, which the Triton generator does not support"
+
+
+@functools.cache
+def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
+    """Return a primitive of the step that the Triton generator does not support, or None."""
+    tiling = Tiling((4, plan.group_size), plan.group_size, 4 * plan.group_size)
+    shape = tiling.tile_shape
+
+    def like(dtype: DTypeLike, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    leaf = Leaf(
+        like(jnp.float32, *shape),
+        like(plan.dtype, *shape),
+        LeafState(
+            tuple(
+                slot.codec.storage(shape, shape[1]).codes
+                if slot.codec
+                else like(slot.dtype, *shape)
+                for slot in plan.slots
+            ),
+            tuple(like(slot.codec.scale.dtype, shape[0]) for slot in plan.slots if slot.codec),
+            None if plan.split is None else like(plan.split.dtype, *shape),
+        ),
+    )
+    noise = like(jnp.uint32, shape[0], 1), like(jnp.uint32, shape[1])
+    with numerics.kernel_arithmetic(jaxpr_to_triton.APPROXIMATIONS):
+        step = functools.partial(step_tile, rule, plan, h=AnyHyperparameters())
+        return jaxpr_to_triton.missing(jax.make_jaxpr(step)(leaf, noise=noise))
+
+
+def _parts(plan: LeafPlan) -> Sequence[Block]:
+    """Return the parts of a leaf's block, if it has one."""
+    return plan.block.fit(plan.shape).parts if plan.block else ()
+
+
+def _kernel(
+    rule: UpdateRule,
+    plans: Sequence[LeafPlan],
+    tilings: Sequence[Tiling],
+    names: Sequence[str],
+    program: Program,
+    scalars: Operand,
+    keys: Operand,
+    lane_bits: Operand,
+    numbers: Operand,
+    leaves: Any,
+    *results: Any,
+) -> None:
+    """Step a tile of one of several leaves, with operands in place of their arrays."""
+    position, per_leaf, plan = program.index(), scalars.shape[0] > 1, plans[0].shapeless
+    starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
+    packed = {slot.codec.codes_per_byte if slot.codec else 1 for slot in plan.slots} | {1}
+
+    def choose(i: int, shared: Sequence[int]) -> Any:
+        tiling, tile = tilings[i], position - jnp.int32(starts[i])
+        alike = [tilings[j] for j in shared]
+        places = {codes: tiles.Place.of(tiling, tile, codes, alike) for codes in sorted(packed)}
+        of_block = [tiles.block_numbers(tiling, part, tile) for part in _parts(plans[i])]
+        counters = tiles.counters(tiling, tile) if plan.noisy else None
+        return i, places, of_block, counters, leaves[i], results[i]
+
+    def run(chosen: Any) -> None:
+        i, places, of_block, counters, read, into = chosen
+        # first what is needed last: Triton would load it where it is used
+        h = {name: scalars.load(i if per_leaf else 0, j) for j, name in enumerate(names)}
+        noise = None
+        if counters is not None:
+            number = numbers.load(i)
+            key, lanes = keys.load(number), gpu_kernel.Run(0, lane_bits.shape[1])
+            noise = random.mix(key + counters)[:, None], lane_bits.load(number, lanes)
+        leaf = _load(plan, places, read)
+        if of_block:
+            pairs = zip(of_block, jax.tree.leaves(read.of_block), strict=True)
+            values = product([places[1].load_of_block(x, at) for at, x in pairs])
+            leaf = leaf._replace(of_block=values)
+        result = _step(rule, plan, program.approximations, leaf, h, noise)
+        _store(plan, places, into, result)
+
+    program.with_one(position, starts, choose, run)
+
+
+# jitted so that equal tiles are traced once for all leaves and launches; the lowering inlines it
+@functools.partial(jax.jit, static_argnames=("rule", "plan", "approximations"))
+def _step(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    approximations: numerics.Approximations | None,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    noise: tuple[jax.Array, jax.Array] | None,
+) -> Result:
+    if approximations is None:
+        return step_tile(rule, plan, leaf, h, noise)
+    with numerics.kernel_arithmetic(approximations):
+        return step_tile(rule, plan, leaf, h, noise)
+
+
+def _slot_places(plan: LeafPlan, places: Mapping[int, tiles.Place]) -> list[tiles.Place]:
+    """Return the place of a tile in each slot's array."""
+    return [places[slot.codec.codes_per_byte if slot.codec else 1] for slot in plan.slots]
+
+
+def _load(plan: LeafPlan, places: Mapping[int, tiles.Place], leaf: Any) -> Leaf:
+    """Load a tile of a leaf, without `of_block`; lanes and groups out of bounds are zero."""
+    place, state = places[1], leaf.state
+    g, p, correction = place.load(leaf.g), None, None
+    if leaf.p is not None:
+        p = place.load(leaf.p)
+    if state.correction is not None:
+        correction = place.load(state.correction, plan.split.zero if plan.split is not None else 0)
+    of_slots = zip(_slot_places(plan, places), state.slots, strict=True)
+    slots = tuple(own.load(slot) for own, slot in of_slots)
+    return Leaf(g, p, LeafState(slots, tuple(map(place.load_scales, state.scales)), correction))
+
+
+def _store(plan: LeafPlan, places: Mapping[int, tiles.Place], into: Any, result: Result) -> None:
+    place, state = places[1], result.state
+    for scales, values in zip(into.state.scales, state.scales, strict=True):
+        place.store_scales(scales, values)
+    place.store(into.update, result.update)
+    if state.correction is not None:
+        place.store(into.state.correction, state.correction)
+    slots = zip(_slot_places(plan, places), into.state.slots, state.slots, strict=True)
+    for own, slot, values in slots:
+        own.store(slot, values)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("rule", "plans", "names", "tile", "backend"), inline=False
+)
+def launch(
+    rule: UpdateRule,
+    plans: tuple[LeafPlan, ...],
+    leaves: tuple[Leaf, ...],
+    names: tuple[str, ...],
+    scalars: jax.Array,
+    keys: jax.Array,
+    leaf_numbers: jax.Array,
+    tile: Tile,
+    backend: str = "pallas",
+) -> list[Result]:
+    """Step leaves whose plans differ only in path and shape.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      plans: one per leaf.
+      leaves: the arrays of each leaf.
+      names: names of the hyperparameters.
+      scalars: the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] if they differ
+        between leaves.
+      keys: random keys of all leaves of the tree, uint32 [leaves], or of their shards, [leaves, 2].
+      leaf_numbers: indices of these leaves' keys, int32 [len(plans)].
+      tile: size of a tile, and its warps.
+      backend: as in `gpu_kernel.launch`.
+    """
+    shared = [_shared(plan, tile) if backend == "triton" else None for plan in plans]
+    most = _MAX_POINTERS // (2 * len(jax.tree.leaves(leaves[0])) + 1)
+    results: dict[int, Result] = {}
+    for kind in dict.fromkeys(shared):
+        alike = [i for i, other in enumerate(shared) if other == kind]
+        for first in range(0, len(alike), most):
+            batch = alike[first : first + most]
+            whole = len(batch) == len(plans)
+            result = _launch(
+                rule,
+                [plans[i] for i in batch],
+                [leaves[i] for i in batch],
+                names,
+                scalars if whole or len(scalars) == 1 else scalars[jnp.asarray(batch)],
+                keys,
+                leaf_numbers if whole else leaf_numbers[jnp.asarray(batch)],
+                tile,
+                backend,
+            )
+            results.update(zip(batch, result, strict=True))
+    return [results[i] for i in range(len(plans))]
+
+
+def _shared(plan: LeafPlan, tile: Tile) -> tuple[tiles.Form, tuple[bool, ...]]:
+    """Return what leaves have in common if they share the code of generated Triton."""
+    tiling = Tiling(plan.shape, plan.group_size, tile.elements)
+    within = tuple(tiles.within_groups(tiling, part) for part in _parts(plan))
+    return tiles.Form.of([tiling])._replace(masked=True), within
+
+
+def _launch(
+    rule: UpdateRule,
+    plans: Sequence[LeafPlan],
+    leaves: Sequence[Leaf],
+    names: tuple[str, ...],
+    scalars: jax.Array,
+    keys: jax.Array,
+    leaf_numbers: jax.Array,
+    tile: Tile,
+    backend: str,
+) -> list[Result]:
+    elements = tile.elements
+    if backend == "triton":
+        form = tiles.Form.of([Tiling(plans[0].shape, plans[0].group_size, elements)])
+        # without vector loads, neighbours go to different threads; each thread then handles many
+        # groups, whose offsets take registers
+        elements = elements if form.flat or form.alignment == tiles.VECTOR else elements // 2
+    tilings = tuple(Tiling(plan.shape, plan.group_size, elements) for plan in plans)
+    viewed = [views(*row) for row in zip(plans, tilings, leaves, strict=True)]
+    results = [output(plan, leaf) for plan, leaf in zip(plans, viewed, strict=True)]
+    # computed once here, since all tiles of a leaf use the same lane bits
+    lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
+    row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
+    lane_bits = random.lane_bits(lane_keys[:, None], lanes)
+    outputs = gpu_kernel.launch(
+        functools.partial(_kernel, rule, plans, tilings, names),
+        [scalars, row_keys, lane_bits, leaf_numbers, viewed],
+        results,
+        (sum(tiling.tiles for tiling in tilings),),
+        warps=tile.warps,
+        name="fused_update",
+        backend=backend,
+        in_place=aliases(plans[0], viewed, results, first=4),
+    )
+    return [restored(*row) for row in zip(plans, leaves, outputs, strict=True)]

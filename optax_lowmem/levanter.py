@@ -1,0 +1,5 @@
+"""`flash_adamw` in Levanter: import this module, then `optimizer: {type: flash_adamw}`."""
+
+from optax_lowmem._src.levanter import FlashAdamWConfig as FlashAdamWConfig
+
+__all__ = ["FlashAdamWConfig"]
