@@ -136,6 +136,7 @@ def planned(args: argparse.Namespace, budget: int) -> tuple[memory.Plan, str]:
 def micro_batch(args: argparse.Namespace) -> int:
     """The largest part of a batch that fits the budget; ends the program where none does."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    limit = limit and int(0.95 * limit)  # for the error of the plan
     if args.budget:
         limit = int(plan.USABLE * plan.bytes_of(args.budget))
     if args.micro_batch or limit is None or args.optimizer not in lowmem.OPTIMIZERS:

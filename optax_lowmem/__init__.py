@@ -44,6 +44,7 @@ from optax_lowmem._src.wrappers.compress import sqrt_variance_quant as sqrt_vari
 from optax_lowmem._src.wrappers.ema import ema_params as ema_params
 from optax_lowmem._src.wrappers.ema import track_master_ema as track_master_ema
 from optax_lowmem._src.wrappers.explain import explain as explain
+from optax_lowmem._src.wrappers.fuse import fuse_updates as fuse_updates
 from optax_lowmem._src.wrappers.init import init as init
 from optax_lowmem._src.wrappers.inject import inject_hyperparams as inject_hyperparams
 from optax_lowmem._src.wrappers.loss_scale import per_tensor_loss_scale as per_tensor_loss_scale
@@ -87,6 +88,7 @@ __all__ = [
     "gaussws_noise",
     "implementations",
     "init",
+    "fuse_updates",
     "inject_hyperparams",
     "master_params",
     "memory",

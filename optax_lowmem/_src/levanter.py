@@ -5,8 +5,8 @@ import dataclasses
 import optax
 
 from optax_lowmem._src.optimizers.adam import flash_adamw
-from optax_lowmem._src.step.storage import Storage
 from optax_lowmem._src.wrappers.chain import chain
+from optax_lowmem._src.wrappers.fuse import fuse_updates
 from optax_lowmem._src.wrappers.inject import inject_hyperparams
 
 try:
@@ -44,18 +44,15 @@ class FlashAdamWConfig(OptimizerConfig):  # type: ignore[misc]
     nesterov: bool = False
 
     def build(self, num_train_steps: int) -> optax.GradientTransformation:
-        """Return the optimizer of a run of this many steps.
-
-        Its updates have the dtype of the weights, since Levanter adds them without a cast.
-        """
+        """Return the optimizer of a run of this many steps, with the fused step."""
 
         def optimizer(learning_rate: float) -> optax.GradientTransformation:
             tx = flash_adamw(
                 learning_rate, self.beta1, self.beta2, self.epsilon, nesterov=self.nesterov,
                 weight_decay=self.weight_decay, mask=self.build_weight_decay_mask(),
-                storage=Storage(update_dtype="param"),
             )  # fmt: skip
             clip = self.max_grad_norm
             return chain(optax.clip_by_global_norm(clip), tx) if clip else tx
 
-        return inject_hyperparams(optimizer)(learning_rate=self.lr_scheduler(num_train_steps))
+        rate = self.lr_scheduler(num_train_steps)
+        return fuse_updates(inject_hyperparams(optimizer)(learning_rate=rate))

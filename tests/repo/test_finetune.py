@@ -179,7 +179,7 @@ def test_adapters(folder, trained):
     """They alone are trained; merged, they change the matrices that they adapt."""
     out, run = trained("--lora q_proj,up_proj --rank 2")
     assert losses(out)[-1] < 0.9 * losses(out)[0]
-    assert sum(p.size for p in jax.tree.leaves(run.trained)) == 2 * 2 * (16 + 64 + 16 + 24)
+    assert sum(p.size for p in jax.tree.leaves(run.trained)) == 2 * 2 * (16 + 32 + 16 + 24)
     before, after = (weights_of(f / "model.safetensors") for f in (folder, out / "model"))
     changed = {name for name in before if (before[name] != after[name]).any()}
     assert changed == {n for n in before if "q_proj" in n or "up_proj" in n}

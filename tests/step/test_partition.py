@@ -314,10 +314,11 @@ import jax, jax.numpy as jnp
 import optax_lowmem as lowmem
 from jax.sharding import NamedSharding, PartitionSpec as P
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.step.gpu import pallas_triton
+from optax_lowmem._src.step.gpu import kernel
 
 platform.no_device_reason = lambda: None
-pallas_triton.launch = functools.partial(pallas_triton.launch, interpret=True)
+launch = kernel.launch
+kernel.launch = lambda *args, backend: launch(*args, backend="interpret")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", sys.argv[1] == "removed")

@@ -22,6 +22,7 @@ from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.groups import Tile, Tiling
 from optax_lowmem._src.kernels import tiles
+from optax_lowmem._src.kernels.gpu_kernel import Run
 from optax_lowmem._src.optimizers.adam import AdamRule
 from optax_lowmem._src.step import backend, reference, tuning
 from optax_lowmem._src.step.batch import Leaf, LeafBatch
@@ -605,7 +606,7 @@ def test_every_element_belongs_to_one_tile(tiling):
         inside = [np.asarray(part)[mask] for part in index]
         assert all((part < size).all() for part, size in zip(inside, shape, strict=True))
         found.append(np.ravel_multi_index(inside, shape))
-        at, kept = place._scales, place.row_mask
+        at, kept = Run(place.first, tiling.rows), place.row_mask
         numbers = np.asarray(at.indices())
         scales.append(numbers if kept is None else numbers[np.asarray(kept)])
     np.testing.assert_array_equal(np.sort(np.concatenate(found)), range(math.prod(tiling.shape)))

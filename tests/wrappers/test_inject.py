@@ -23,6 +23,8 @@ def constructors():
         signature = inspect.signature(made) if inspect.isfunction(made) else None
         if "GradientTransformation" in str(signature and signature.return_annotation):
             required = [p.name for p in signature.parameters.values() if p.default is p.empty]
+            if name == "fuse_updates":  # whose updates are no arrays
+                continue
             if not {"inner_factory", "transformations", "slot_codecs"} & set(required):
                 yield name, required
 

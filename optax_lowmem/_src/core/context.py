@@ -29,13 +29,14 @@ class Decision:
       path: path of the leaf, as from `jax.tree_util.keystr(..., simple=True, separator="/")`.
       slot: `mu`, `nu`, ..., `correction`, or `step` for the implementation of the leaf's step.
       form: name of the codec or the split, None if the slot is neither compressed nor split; for a
-        step `pallas`, `triton` or `xla`.
+        step that `explain` describes, `pallas`, `triton` or `xla`.
       reason: one clause, for display.
       group_size: number of neighbours that share a scale, if the slot is compressed.
       codec: the codec, if the slot is compressed.
       stochastic: whether its codes or master weights are rounded stochastically.
       block: the `Block` whose elements share a value, if any.
       shape: shape of the parameter, or of the slot's values if it differs without a block.
+      choose: for a step, a function that returns form and reason; only `explain` calls it.
     """
 
     path: str
@@ -47,6 +48,7 @@ class Decision:
     stochastic: bool = False
     block: Any = None
     shape: tuple[int, ...] = ()
+    choose: Callable[[], tuple[str, str]] | None = None
 
     @property
     def values_shape(self) -> tuple[int, ...]:

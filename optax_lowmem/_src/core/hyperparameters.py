@@ -24,9 +24,7 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 def check_range(name: str, value: object, low: float, high: float = math.inf) -> None:
     """Raise unless a number is in [low, high); schedules and 32-bit arrays pass."""
     if not callable(value):
-        _check_real(
-            name, value, f"{name} must be a number, an f32 scalar or a schedule, got {value!r}"
-        )
+        _check_real(name, value, f"{name} must be a number, an f32 scalar or a schedule, got %r")
     if not isinstance(value, int | float | np.number):
         return
     if not low <= value < high:
@@ -40,8 +38,8 @@ def check_schedule(name: str, schedule: Callable[[jax.Array], Any]) -> None:
         first = schedule(jnp.zeros((), jnp.int32))
         if first is not None:
             error = (
-                f"the schedule of {name} gives {first!r} in the first step, and must be a function "
-                "that returns a number or an f32 scalar."
+                f"the schedule of {name} gives %r in the first step, and must be a function that "
+                "returns a number or an f32 scalar."
             )
             _check_real(name, first, error)
         value = as_f32(name, first)
@@ -59,7 +57,7 @@ def _check_real(name: str, value: object, error: str) -> None:
     else:
         real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if not real:
-        raise TypeError(error)
+        raise TypeError(error % (value,))
     if dtype is not None and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
         raise TypeError(
             f"hyperparameter {name} is {dtype}, in which 0.999 is 1. Give f32 (of a schedule too); "
@@ -82,7 +80,7 @@ def as_f32(name: str, value: object) -> jax.Array:
             f"{name} takes a number or an f32 scalar here, not a schedule ({value!r}): schedule it "
             "with lowmem.inject_hyperparams."
         )
-    _check_real(name, value, f"{name} must be a number or an f32 scalar, got {value!r}")
+    _check_real(name, value, f"{name} must be a number or an f32 scalar, got %r")
     scalar = jnp.asarray(value, jnp.float32)
     if scalar.ndim:
         raise TypeError(

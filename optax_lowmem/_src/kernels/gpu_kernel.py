@@ -136,20 +136,21 @@ def approximations(instruction: Callable[[str], Elementwise]) -> Approximations:
     )
 
 
-def bisect(starts: Sequence[int], position: jax.Array, branch: Callable[[int], T]) -> T:
-    """Return branch(i) for the last i for which starts[i] <= position.
+def bisect(
+    starts: Sequence[int], position: jax.Array, branch: Callable[[int], T], first: int = 0
+) -> T:
+    """Return branch(first + i) for the last i for which starts[i] <= position.
 
     (The Triton lowering of a `switch` tests one case after another.)
     """
-
-    def between(low: int, high: int) -> T:
-        if high - low == 1:
-            return branch(low)
-        middle = (low + high) // 2
-        below = position < jnp.int32(starts[middle])
-        return lax.cond(below, lambda: between(low, middle), lambda: between(middle, high))
-
-    return between(0, len(starts))
+    half = len(starts) // 2
+    if half == 0:
+        return branch(first)
+    return lax.cond(
+        position < jnp.int32(starts[half]),
+        lambda: bisect(starts[:half], position, branch, first),
+        lambda: bisect(starts[half:], position, branch, first + half),
+    )
 
 
 def launch(

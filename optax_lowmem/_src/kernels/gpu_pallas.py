@@ -46,11 +46,11 @@ class Reference(Operand):
         self.ref, self.shape, self.dtype = ref, ref.shape, ref.dtype
 
     def _at(self, index: tuple[Index, ...]) -> Any:
-        return self.ref.at[tuple(self._along(i) if isinstance(i, Run) else i for i in index)]
-
-    @staticmethod
-    def _along(run: Run) -> Any:
-        return run.indices() if jnp.ndim(run.start) else pl.ds(run.start, run.size)
+        at: list[Any] = list(index)
+        for axis, run in enumerate(index):
+            if isinstance(run, Run):
+                at[axis] = run.indices() if jnp.ndim(run.start) else pl.ds(run.start, run.size)
+        return self.ref.at[tuple(at)]
 
     def load(
         self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False

@@ -94,7 +94,7 @@ class Place:
         first, count = tile * jnp.int32(tiling.rows), jnp.int32(tiling.groups)
         if form.flat:
             return cls(form, first, count, None, None)
-        group = _group_numbers(tiling, tile)
+        group = first + lax.iota(jnp.int32, tiling.rows)
         units, length = (n // form.alignment for n in (tiling.group_size, tiling.shape[-1]))
         per_row = jnp.int32(groups.group_count(length, units))
         column = lax.rem(group, per_row) * jnp.int32(units)
@@ -124,10 +124,6 @@ class Place:
         mask = lane < jnp.broadcast_to((self.size * unit)[:, None], (rows, lanes))
         return (Run(self.begin * unit, lanes, vector),), mask
 
-    @property
-    def _scales(self) -> Run:
-        return Run(self.first, self.form.rows)
-
     def load(self, x: Operand, other: int = 0) -> jax.Array:
         """Load the elements; `other` where there are none."""
         where, mask = self.elements
@@ -140,7 +136,7 @@ class Place:
 
     def load_scales(self, x: Operand) -> jax.Array:
         """Load the scales of the groups, [rows]; 0 where there are none."""
-        return x.load(self._scales, mask=self.row_mask)
+        return x.load(Run(self.first, self.form.rows), mask=self.row_mask)
 
     def load_of_block(self, x: Operand, numbers: jax.Array) -> jax.Array:
         """Load a value per group or element, by `block_numbers`; 1 where there are none."""
@@ -153,17 +149,14 @@ class Place:
 
     def store_scales(self, x: Operand, values: jax.Array) -> None:
         """Store the scales of the groups."""
-        x.store(self._scales, values=values, mask=self.row_mask)
-
-
-def _group_numbers(tiling: Tiling, tile: jax.Array) -> jax.Array:
-    return tile * jnp.int32(tiling.rows) + lax.iota(jnp.int32, tiling.rows)
+        x.store(Run(self.first, self.form.rows), values=values, mask=self.row_mask)
 
 
 def _coordinates(tiling: Tiling, tile: jax.Array) -> list[jax.Array]:
     """Return the coordinates of a tile's groups, [rows] per axis; the last one counts groups."""
     axes = groups.scale_shape(tiling.shape, tiling.group_size)
-    rest, coordinates = _group_numbers(tiling, tile), []
+    rest = tile * jnp.int32(tiling.rows) + lax.iota(jnp.int32, tiling.rows)
+    coordinates = []
     for size in reversed(axes[1:]):
         coordinates.append(lax.rem(rest, jnp.int32(size)))
         rest = lax.div(rest, jnp.int32(size))

@@ -76,13 +76,8 @@ class InInputs:
         pair = (hidden, gradient)
         left, right = pair if self.vocab_axis else pair[::-1]
         tokens = tuple(range(gradient.ndim - 1))
-        return lax.dot_general(
-            left,
-            right,
-            ((tokens, tokens), ((), ())),
-            precision=self.precision,
-            preferred_element_type=self.wide,
-        )
+        dims = ((tokens, tokens), ((), ()))
+        return lax.dot_general(left, right, dims, self.precision, self.wide)
 
 
 class HeadCodes(NamedTuple):

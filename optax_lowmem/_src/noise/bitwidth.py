@@ -166,7 +166,9 @@ def fake_cast(w: jax.Array, to: str | tuple[int, int] | SafeFormat) -> jax.Array
     else:
         exponent, mantissa = to
         if not (1 <= exponent <= 5 and 0 <= mantissa <= 20):
-            raise ValueError(f"FP takes 1-5 exponent, 0-20 mantissa bits, got {to}")
+            raise ValueError(
+                f"FP takes 1-5 exponent, 0-20 mantissa bits, got {exponent}, {mantissa}"
+            )
         chosen = formats.scaled(exponent, mantissa)
     wide = numerics.widen(w)
     if isinstance(chosen, formats.Scaled):

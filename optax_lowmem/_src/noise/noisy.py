@@ -463,17 +463,11 @@ def gaussws_noise(
     if bits_optimizer is None:
         bits_optimizer = optax.adamw(1e-3, weight_decay=0.1)
     work = Noisy(
-        inner=trees.wrapped(inner),
-        parts=parts,
-        bits_init=_bits("bits_init", bits_init),
-        bits_target=_bits("bits_target", bits_target),
-        bits_optimizer=trees.wrapped(bits_optimizer),
-        bits_loss=bits_loss,
-        noise=noise_named(noise),
-        compute=_scaled(compute),
-        clean_dtype=None if clean_dtype is None else jnp.dtype(clean_dtype),
-        seed=seed,
-    )
+        trees.wrapped(inner), parts, _bits("bits_init", bits_init),
+        _bits("bits_target", bits_target), trees.wrapped(bits_optimizer), bits_loss,
+        noise_named(noise), _scaled(compute),
+        None if clean_dtype is None else jnp.dtype(clean_dtype), seed,
+    )  # fmt: skip
     chooser(parts)
     sampler = Sampler(work.init, work.update)
     sampler.work = work

@@ -130,18 +130,9 @@ def bits_table(
         for index, layer in zip(np.ndindex(whole.shape[:-2]), layers, strict=True):
             name = path + (f"[{', '.join(map(str, index))}]" if index else "")
             top = float(layer.max())
-            rows.append(
-                LayerBits(
-                    path=name,
-                    blocks=layer.size,
-                    least=float(layer.min()),
-                    mean=float(layer.mean()),
-                    deviation=float(layer.std()),
-                    largest=top,
-                    safe=safe_format(top) if top >= 2 else None,
-                    over=float((layer > bound).mean()),
-                )
-            )
+            safe = safe_format(top) if top >= 2 else None
+            numbers = float(layer.min()), float(layer.mean()), float(layer.std()), top
+            rows.append(LayerBits(name, layer.size, *numbers, safe, float((layer > bound).mean())))
     return BitsTable(tuple(rows), format, bound)
 
 

@@ -4,6 +4,7 @@ A step plans the leaves, unpacks the state, steps the leaves and packs the new s
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -83,7 +84,8 @@ class Engine(StateFormat):
         plans = self.plans(params)
         for plan in plans:
             rule = self.rule.for_leaf(plan.matrices)
-            context.record(context.Decision(plan.path, "step", *choose(rule, plan)))
+            step = functools.partial(choose, rule, plan)
+            context.record(context.Decision(plan.path, "step", None, "", choose=step))
         warn_of_patterns(self.storage.policy, params)
         if self.structure is not None:
             self.structure.warn(params)
@@ -166,19 +168,16 @@ class Engine(StateFormat):
         Raises:
           ValueError: if the step needs the parameters, with the reason.
         """
-        reason = None
-        narrow_masters = self.storage.master_weight_bits is not None
+        reason, named = None, trees.named_leaves(updates)
+        narrow = [(name, g) for name, g in named if numerics.is_narrow(jnp.result_type(g))]
         corrected = [name for name, c in trees.named_leaves(state.correction) if jnp.ndim(c)]
-        corrected += [
-            name
-            for name, g in trees.named_leaves(updates)
-            if narrow_masters and not jnp.ndim(g) and numerics.is_narrow(jnp.result_type(g))
-        ]
+        if self.storage.master_weight_bits is not None:
+            corrected += [name for name, g in narrow if not jnp.ndim(g)]
         if corrected:
             reason = f"the state corrects the 16-bit weight '{corrected[0]}'"
         elif "decay" in h or "l2" in h:
             reason = "weight decay uses its value"
-        elif rounds_weights(self.storage) and any(map(_is_narrow, jax.tree.leaves(updates))):
+        elif rounds_weights(self.storage) and narrow:
             reason = "stochastic rounding of 16-bit weights uses its value"
         elif self.storage.update_dtype == "param":
             reason = "update_dtype='param' uses its dtype"
@@ -188,10 +187,6 @@ class Engine(StateFormat):
 
 
 # ---- the leaves of a step ------------------------------------------------------------------------
-
-
-def _is_narrow(x: jax.Array) -> bool:
-    return numerics.is_narrow(jnp.result_type(x))
 
 
 @compiled
@@ -254,20 +249,20 @@ def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
     for i, plan in enumerate(batch.plans):
         parts.setdefault(rule.for_leaf(plan.matrices), []).append(i)
     results: list[Any] = [None] * len(batch)
-    for own, indices in parts.items():
+    for leaf_rule, indices in parts.items():
         part = batch
         if parts.keys() != {rule}:
             part = batch.take(indices).with_keys_in_order()
             h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
             part = part.replace(hyperparameters=h)
         shared = part.shared
-        if own.prepares in ("leaf", "blocks"):
-            part, shared = prepare_leaves(own, part)
+        if leaf_rule.prepares in ("leaf", "blocks"):
+            part, shared = prepare_leaves(leaf_rule, part)
         part = part.replace(shared=[], shared_keys=None)
-        if isinstance(own, MatrixRule):
-            stepped = matrices.step_leaves(own, part)
+        if isinstance(leaf_rule, MatrixRule):
+            stepped = matrices.step_leaves(leaf_rule, part)
         else:
-            stepped = fused_updates(own, part)
+            stepped = fused_updates(leaf_rule, part)
         for i, (update, state), of_blocks in zip(indices, stepped, shared, strict=True):
             results[i] = update, state, of_blocks
     updates, states, shared = ([row[i] for row in results] for i in range(3))

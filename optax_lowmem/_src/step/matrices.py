@@ -169,13 +169,13 @@ def _directions(
         before: list[jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         pairs = [(plan.matrices, plan.shape) for plan in plans if plan.matrices is not None]
-        every = [m.to_stack(x) for (m, _), x in zip(pairs, before, strict=True)]
-        stack = _on_devices(rule, jnp.concatenate(every) if len(every) > 1 else every[0], h)
+        parts = [m.to_stack(x) for (m, _), x in zip(pairs, before, strict=True)]
+        stack = _on_devices(rule, jnp.concatenate(parts) if len(parts) > 1 else parts[0], h)
         directions, start = [], 0
-        for (matrices, shape), own in zip(pairs, every, strict=True):
-            part = lax.slice_in_dim(stack, start, start + len(own))
-            directions.append(matrices.from_stack(part, shape))
-            start += len(own)
+        for (matrices, shape), part in zip(pairs, parts, strict=True):
+            stop = start + len(part)
+            directions.append(matrices.from_stack(lax.slice_in_dim(stack, start, stop), shape))
+            start = stop
         rows = zip(pairs, before, directions, strict=True)
         return directions, [rule.scale(m, x, direction, h) for (m, _), x, direction in rows]
 
@@ -209,13 +209,13 @@ def _on_devices(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) 
     if count == 1:  # replicate the computation to avoid communication of the result
         axes, missing = PartitionSpec(), 0
     full = jnp.pad(stack, ((0, missing), (0, 0), (0, 0))) if missing else stack
-    own: Any = jax.shard_map(
+    mapped: Any = jax.shard_map(
         lambda part, h: _in_parts(rule, part, h),
         mesh=mesh,
         in_specs=(axes, PartitionSpec()),
         out_specs=axes,
     )
-    result: jax.Array = own(full, h)
+    result: jax.Array = mapped(full, h)
     return result[:count]
 
 

@@ -81,26 +81,28 @@ class MatrixAxes:
             return {p: Matrices((0,), (1,)) for p, leaf in leaves if len(leaf.shape) == 2}
         result = _spread(trees.chosen(self.dimensions, params), params)
         rows = zip(leaves, result, strict=True)
-        return {path: _checked(path, leaf, own) for (path, leaf), own in rows if own is not None}
+        return {
+            path: _checked(path, leaf, entry) for (path, leaf), entry in rows if entry is not None
+        }
 
 
 def _is_dimensions(node: object) -> bool:
     return node is None or {"reduction_axis", "output_axis"} <= set(getattr(node, "_fields", ()))
 
 
-def _spread(given: object, params: optax.Params) -> list[Any]:
+def _spread(prefix: object, params: optax.Params) -> list[Any]:
     """Expand a prefix tree to the dimension numbers, or None, of each leaf."""
 
-    def spread(own: object, sub: Any) -> Any:
-        if not _is_dimensions(own):
+    def spread(entry: object, sub: Any) -> Any:
+        if not _is_dimensions(entry):
             raise TypeError(
                 "muon_weight_dimension_numbers takes optax.contrib.MuonDimensionNumbers for each "
-                f"matrix and None for each other leaf, got {own!r}."
+                f"matrix and None for each other leaf, got {entry!r}."
             )
-        return jax.tree.map(lambda _: (own,), sub)
+        return jax.tree.map(lambda _: (entry,), sub)
 
     try:
-        result = jax.tree.map(spread, given, params, is_leaf=_is_dimensions)
+        result = jax.tree.map(spread, prefix, params, is_leaf=_is_dimensions)
     except ValueError as error:
         names = [name for name, _ in trees.named_leaves(params)]
         raise ValueError(
@@ -108,20 +110,20 @@ def _spread(given: object, params: optax.Params) -> list[Any]:
             f"give a tree of their structure, a prefix of it, or a function of them. {error}"
         ) from error
     # one-tuples, since None would be an empty tree
-    is_own = lambda n: type(n) is tuple and len(n) == 1 and _is_dimensions(n[0])  # noqa: E731
-    return [own for (own,) in jax.tree.leaves(result, is_leaf=is_own)]
+    is_entry = lambda n: type(n) is tuple and len(n) == 1 and _is_dimensions(n[0])  # noqa: E731
+    return [entry for (entry,) in jax.tree.leaves(result, is_leaf=is_entry)]
 
 
-def _checked(path: str, leaf: Shaped, own: Any) -> Matrices:
+def _checked(path: str, leaf: Shaped, entry: Any) -> Matrices:
     """Return the matrix axes of a leaf as non-negative axes, or raise if they do not fit."""
     shape = tuple(leaf.shape)
-    axes = {name: _axes(path, shape, name, getattr(own, name)) for name in own._fields}
+    axes = {name: _axes(path, shape, name, getattr(entry, name)) for name in entry._fields}
     rows, columns = axes["reduction_axis"], axes["output_axis"]
     if not rows or not columns or len({*rows, *columns}) < len(rows) + len(columns):
         raise ValueError(
-            f"leaf '{path}' of shape {shape}: reduction_axis={own.reduction_axis} and output_axis="
-            f"{own.output_axis} must name at least one axis each, and no axis twice. Correct its "
-            "MuonDimensionNumbers, or give None to leave the leaf to AdamW."
+            f"leaf '{path}' of shape {shape}: reduction_axis={entry.reduction_axis} and "
+            f"output_axis={entry.output_axis} must name at least one axis each, and no axis twice. "
+            "Correct its MuonDimensionNumbers, or give None to leave the leaf to AdamW."
         )
     return Matrices(rows, columns)
 

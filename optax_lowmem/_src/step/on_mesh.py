@@ -37,14 +37,14 @@ def _explicit(mesh: Mesh | AbstractMesh) -> bool:
 
 def supported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
     """Return the reason why a leaf's shards cannot be stepped separately, or None."""
-    if plan.block is not None and _of_block(plan, place) is None:
+    if plan.block is not None and _block_specs(plan, place) is None:
         return "its heads are on several devices"
     if not plan.shape:
         return "a 0-d leaf has no shards"
     return place.cut_groups(plan.shape, plan.group_size) if plan.quantized or plan.noisy else None
 
 
-def _of_block(plan: LeafPlan, place: Placement) -> Any:
+def _block_specs(plan: LeafPlan, place: Placement) -> Any:
     """Return the partition specs of `Block.operands`; None if shards would cut heads.
 
     A block may span several devices, each of which then has its value.
@@ -82,7 +82,7 @@ def fused_updates(
         states=[_specs_of(s, place.spec) for s, place in zip(batch.states, places, strict=True)],
         hyperparameters=dict.fromkeys(batch.hyperparameters, every),
         operands=[
-            {name: _of_block(plan, place) if name == OF_BLOCK else every for name in own}
+            {name: _block_specs(plan, place) if name == OF_BLOCK else every for name in own}
             for plan, place, own in zip(batch.plans, places, batch.operands, strict=True)
         ],
         keys=every,

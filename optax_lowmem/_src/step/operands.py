@@ -49,8 +49,8 @@ def slot_tilings(plan: LeafPlan, tiling: Tiling) -> list[Tiling]:
 def views(plan: LeafPlan, tiling: Tiling, leaf: Leaf) -> Leaf:
     """Reshape the arrays of a leaf to the views that its kernel reads."""
     g, p, correction = jax.tree.map(tiling.element_view, (leaf.g, leaf.p, leaf.state.correction))
-    own = zip(slot_tilings(plan, tiling), leaf.state.slots, strict=True)
-    slots = tuple(tiling.element_view(slot) for tiling, slot in own)
+    pairs = zip(slot_tilings(plan, tiling), leaf.state.slots, strict=True)
+    slots = tuple(tiling.element_view(slot) for tiling, slot in pairs)
     scales, of_block = jax.tree.map(tiling.scale_view, (leaf.state.scales, leaf.of_block))
     return Leaf(g, p, LeafState(slots, scales, correction), of_block)
 
@@ -102,8 +102,8 @@ def step_tile(
     moved, values = reference.advance(rule, plan, leaf, h, layout)
     if leaf.p is not None:
         # the weight even if the step returns updates: XLA fuses the update with its consumer
-        own = reference.master_noise(plan, noise, layout)
-        moved, correction = reference.move(plan, leaf.p, moved, correction, own)
+        bits = reference.master_noise(plan, noise, layout)
+        moved, correction = reference.move(plan, leaf.p, moved, correction, bits)
     # encode last, when the weight's registers are free: encoding needs the most registers
     slots, scales = reference.encode(plan, values, noise, layout)
     update = moved.astype(update_dtype(plan, leaf.p))

@@ -42,8 +42,8 @@ class StateFormat:
             names = {slot.name for slot in (*plan.slots, *plan.shared)}
             for name, x in other.items():
                 if name.removesuffix("_scale") in names:  # on Explicit axes, as steps shard it
-                    own = explicit.of_state(plan.path, leaf, x.shape, plan.group_size)
-                    x = explicit.reshard(x, own)  # noqa: PLW2901
+                    sharding = explicit.of_state(plan.path, leaf, x.shape, plan.group_size)
+                    x = explicit.reshard(x, sharding)  # noqa: PLW2901
                 row[name] = x
             if plan.split is not None:
                 row["correction"] = initial_correction(plan.split, plan.path, leaf)
@@ -170,9 +170,10 @@ def _zero_rest(
 
 def check_order(gradients: list[jax.Array], params: optax.Params, correction: optax.Params) -> None:
     """Raise if the dtypes show that gradients and parameters were swapped."""
-    rows = zip(trees.named_leaves(params), gradients, jax.tree.leaves(correction), strict=False)
-    for (path, p), g, kept in rows:
+    rows = zip(jax.tree.leaves(params), gradients, jax.tree.leaves(correction), strict=False)
+    for i, (p, g, kept) in enumerate(rows):
         if p.dtype == jnp.float32 and numerics.is_narrow(g.dtype) and jnp.ndim(kept):
+            path, _ = trees.named_leaves(params)[i]
             raise ValueError(
                 f"the gradient of '{path}' is {g.dtype} and the weight float32, but the state "
                 "corrects a 16-bit weight: they are in each other's place, or the weight was cast. "

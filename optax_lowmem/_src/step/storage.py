@@ -76,7 +76,7 @@ def _track_explicit_fields(cls: "type[Storage]") -> "type[Storage]":
     @functools.wraps(init)
     def __init__(self: "Storage", *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        object.__setattr__(self, "_said", frozenset([*names[: len(args)], *kwargs]))
+        object.__setattr__(self, "_given", frozenset([*names[: len(args)], *kwargs]))
 
     setattr(cls, "__init__", __init__)  # noqa: B010 (mypy takes no assignment to a method)
     return cls
@@ -136,7 +136,7 @@ class Storage(ShowsChanges):
     split: str = "bits"
     update_dtype: str = "float32"
     master_rounding: str | None = None
-    _said: ClassVar[frozenset[str]] = frozenset()  # of an instance: the fields given explicitly
+    _given: ClassVar[frozenset[str]] = frozenset()  # of an instance: the fields given explicitly
 
     def __post_init__(self) -> None:
         if self.master_weight_bits is not None:
@@ -197,8 +197,8 @@ class Storage(ShowsChanges):
         return dataclasses.replace(cls(mu=mu, nu=nu, group_size=64), **changes)
 
 
-def completed(storage: Storage, own: Storage) -> Storage:
-    """Fill the fields that `storage` was not given from an optimizer's default `own`."""
+def completed(storage: Storage, default: Storage) -> Storage:
+    """Fill the fields that `storage` was not given from an optimizer's default."""
     if not isinstance(storage, Storage):
         return storage  # the optimizer raises the error
-    return dataclasses.replace(own, **{name: getattr(storage, name) for name in storage._said})
+    return dataclasses.replace(default, **{name: getattr(storage, name) for name in storage._given})

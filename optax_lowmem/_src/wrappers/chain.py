@@ -108,8 +108,8 @@ def step(
       mesh: mesh of `specs`; by default that of `jax.set_mesh`.
       specs: on a mesh with Auto axes, the sharding of codes and corrections: a tree like the
         parameters of PartitionSpec or NamedSharding (under ZeRO-1, of `state_shardings(...).mu`).
-        Kernels then run on each device's shard. (Explicit axes need no `specs`; with Auto axes and
-        no `specs`, XLA compiles the step.)
+        Kernels then run on each device's shard. On GPUs they do without `specs` too, and on
+        Explicit axes; on TPUs with Auto axes and no `specs`, XLA compiles the step.
       **extra: extra arguments of the optimizer, such as `value=`.
 
     Returns:
@@ -170,7 +170,7 @@ def _run(
             f"with a state for each of its {len(links)} links. The arguments are step(tx, grads, "
             "state, params) and update(grads, state, params)."
         )
-    given = updates
+    gradients = updates
     folds = bool(before) and _takes_factor(final) and _clips_global_norm(before[-1])
     run = before[:-1] if folds else before
     if run or not _takes_factor(final):
@@ -179,15 +179,15 @@ def _run(
     for link, link_state in zip(run, state, strict=False):
         update = optax.with_extra_args_support(link).update
         updates, new = update(updates, link_state, params, **extra)
-        states.append(trees.keep_dtypes(link_state, new, given))
+        states.append(trees.keep_dtypes(link_state, new, gradients))
     factor = None
     if folds:
         factor = _clipping_factor(before[-1], updates, state[-2])
         states.append(state[-2])
     if _follows_gradients(final):
-        updates = trees.as_given(updates, given)
+        updates = trees.as_given(updates, gradients)
     result, new = last(final, updates, state[-1], params, factor, extra)
-    return result, (*states, trees.keep_dtypes(state[-1], new, given))
+    return result, (*states, trees.keep_dtypes(state[-1], new, gradients))
 
 
 def _update_last(

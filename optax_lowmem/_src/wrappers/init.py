@@ -13,7 +13,7 @@ from optax_lowmem._src.codecs import MasterSplit, master_split
 from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.policy import unmatched_patterns
-from optax_lowmem._src.wrappers import explain
+from optax_lowmem._src.wrappers.stale_corrections import rounded_distances, stale_corrections
 
 WeightDtype: TypeAlias = DTypeLike | Callable[[str, Any], DTypeLike]
 
@@ -84,8 +84,8 @@ def init(
     params = jax.tree.unflatten(treedef, weights)
     for warning in (
         *unmatched_patterns(policies, params),
-        *explain.stale_corrections(tx, params, state, decisions),
-        *explain.rounded_distances(state),
+        *stale_corrections(tx, params, state, decisions),
+        *rounded_distances(state),
     ):
         warnings.warn(warning, stacklevel=2)
     return params, state

@@ -21,9 +21,9 @@ from optax_lowmem._src.step.engine import Engine, EngineTransformation
 
 @dataclasses.dataclass(frozen=True)
 class _Decided(Policy):
-    """A policy that repeats for each pack the decisions of `given` about its leaves."""
+    """A policy that repeats for each pack the decisions of `original` about its leaves."""
 
-    given: Policy = Policy()  # noqa: RUF009 (frozen)
+    original: Policy = Policy()  # noqa: RUF009 (frozen)
     reasons: Mapping[tuple[str, str], str | None] = dataclasses.field(default_factory=dict)
     masked: frozenset[str] = frozenset()
 
@@ -32,7 +32,7 @@ class _Decided(Policy):
     ) -> str | None:
         if (path, slot) in self.reasons:
             return self.reasons[path, slot]
-        return self.given.reason(path, shape, slot, stored)
+        return self.original.reason(path, shape, slot, stored)
 
     def masked_out(self, tree: optax.Params) -> set[str]:
         del tree
@@ -91,7 +91,7 @@ class PackedEngine(Engine):
         results = [by_name[name] for name in leaves]
         if not self.weights and self.storage.update_dtype != "float32":
             results = trees.as_given(results, gradients)
-        within = {leaf: name for name, own in packs.items() for leaf in own}
+        within = {leaf: name for name, members in packs.items() for leaf in members}
         for name, result in zip(leaves, results, strict=True):
             if within.get(name, name) in emitted:
                 context.emit(name, result)
@@ -129,7 +129,7 @@ class PackedEngine(Engine):
             treedef: Any = jax.tree.structure(tree)
             return treedef.unflatten([decays[name] for name, _ in trees.named_leaves(tree)])
 
-        policy = _Decided(given=self.storage.policy, reasons=reasons, masked=masked)
+        policy = _Decided(original=self.storage.policy, reasons=reasons, masked=masked)
         fields = _fields(self) | {
             "storage": dataclasses.replace(self.storage, policy=policy),
             "decay_mask": mask,
@@ -153,20 +153,19 @@ def _of_leaves(
     of_packed: list[context.Decision],
 ) -> Iterator[context.Decision]:
     """Yield the decisions of all leaves: storage as decided for each, steps from its pack."""
-    own: dict[str, list[context.Decision]] = defaultdict(list)
+    by_path: dict[str, list[context.Decision]] = defaultdict(list)
     for decision in decisions:
-        own[decision.path].append(decision)
+        by_path[decision.path].append(decision)
     for decision in of_packed:
         if decision.slot != "step":
             continue
         leaves = packs.get(decision.path, [decision.path])
-        reason = decision.reason
-        if len(leaves) > 1:
-            reason += f"; in one vector with {len(leaves) - 1} other small leaves"
+        others = len(leaves) - 1
+        reason = f"in one vector with {others} other small leaves" if others else ""
         for leaf in leaves:
-            own[leaf].append(dataclasses.replace(decision, path=leaf, reason=reason))
+            by_path[leaf].append(dataclasses.replace(decision, path=leaf, reason=reason))
     for plan in plans:
-        yield from own[plan.path]
+        yield from by_path[plan.path]
 
 
 # ---- checks --------------------------------------------------------------------------------------

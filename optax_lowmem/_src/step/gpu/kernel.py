@@ -99,18 +99,19 @@ def _kernel(
     """Step a tile of one of several leaves, with operands in place of their arrays."""
     position, per_leaf, plan = program.index(), scalars.shape[0] > 1, plans[0].shapeless
     starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
-    packed = {slot.codec.codes_per_byte if slot.codec else 1 for slot in plan.slots} | {1}
+    packed = [slot.codec.codes_per_byte if slot.codec else 1 for slot in plan.slots]
 
     def choose(i: int, shared: Sequence[int]) -> Any:
         tiling, tile = tilings[i], position - jnp.int32(starts[i])
         alike = [tilings[j] for j in shared]
-        places = {codes: tiles.Place.of(tiling, tile, codes, alike) for codes in sorted(packed)}
+        places = {each: tiles.Place.of(tiling, tile, each, alike) for each in {1, *packed}}
+        of_slots = [places[each] for each in packed]
         of_block = [tiles.block_numbers(tiling, part, tile) for part in _parts(plans[i])]
         counters = tiles.counters(tiling, tile) if plan.noisy else None
-        return i, places, of_block, counters, leaves[i], results[i]
+        return i, places[1], of_slots, of_block, counters, leaves[i], results[i]
 
     def run(chosen: Any) -> None:
-        i, places, of_block, counters, read, into = chosen
+        i, place, of_slots, of_block, counters, read, into = chosen
         # first what is needed last: Triton would load it where it is used
         h = {name: scalars.load(i if per_leaf else 0, j) for j, name in enumerate(names)}
         noise = None
@@ -118,13 +119,13 @@ def _kernel(
             number = numbers.load(i)
             key, lanes = keys.load(number), gpu_kernel.Run(0, lane_bits.shape[1])
             noise = random.mix(key + counters)[:, None], lane_bits.load(number, lanes)
-        leaf = _load(plan, places, read)
+        leaf = _load(plan, place, of_slots, read)
         if of_block:
             pairs = zip(of_block, jax.tree.leaves(read.of_block), strict=True)
-            values = product([places[1].load_of_block(x, at) for at, x in pairs])
+            values = product([place.load_of_block(x, at) for at, x in pairs])
             leaf = leaf._replace(of_block=values)
         result = _step(rule, plan, program.approximations, leaf, h, noise)
-        _store(plan, places, into, result)
+        _store(place, of_slots, into, result)
 
     program.with_one(position, starts, choose, run)
 
@@ -145,33 +146,33 @@ def _step(
         return step_tile(rule, plan, leaf, h, noise)
 
 
-def _slot_places(plan: LeafPlan, places: Mapping[int, tiles.Place]) -> list[tiles.Place]:
-    """Return the place of a tile in each slot's array."""
-    return [places[slot.codec.codes_per_byte if slot.codec else 1] for slot in plan.slots]
+def _load(plan: LeafPlan, place: tiles.Place, of_slots: Sequence[tiles.Place], leaf: Any) -> Leaf:
+    """Load a tile of a leaf, without `of_block`; lanes and groups out of bounds are zero.
 
-
-def _load(plan: LeafPlan, places: Mapping[int, tiles.Place], leaf: Any) -> Leaf:
-    """Load a tile of a leaf, without `of_block`; lanes and groups out of bounds are zero."""
-    place, state = places[1], leaf.state
+    Args:
+      plan: plan of the leaf.
+      place: place of the tile in the leaf.
+      of_slots: its place in the array of each slot.
+      leaf: operands.
+    """
+    state = leaf.state
     g, p, correction = place.load(leaf.g), None, None
     if leaf.p is not None:
         p = place.load(leaf.p)
     if state.correction is not None:
         correction = place.load(state.correction, plan.split.zero if plan.split is not None else 0)
-    of_slots = zip(_slot_places(plan, places), state.slots, strict=True)
-    slots = tuple(own.load(slot) for own, slot in of_slots)
+    slots = tuple(own.load(slot) for own, slot in zip(of_slots, state.slots, strict=True))
     return Leaf(g, p, LeafState(slots, tuple(map(place.load_scales, state.scales)), correction))
 
 
-def _store(plan: LeafPlan, places: Mapping[int, tiles.Place], into: Any, result: Result) -> None:
-    place, state = places[1], result.state
+def _store(place: tiles.Place, of_slots: Sequence[tiles.Place], into: Any, result: Result) -> None:
+    state = result.state
     for scales, values in zip(into.state.scales, state.scales, strict=True):
         place.store_scales(scales, values)
     place.store(into.update, result.update)
     if state.correction is not None:
         place.store(into.state.correction, state.correction)
-    slots = zip(_slot_places(plan, places), into.state.slots, state.slots, strict=True)
-    for own, slot, values in slots:
+    for own, slot, values in zip(of_slots, into.state.slots, state.slots, strict=True):
         own.store(slot, values)
 
 

@@ -13,7 +13,7 @@ from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import on_one_device, with_fallback
 from optax_lowmem._src.step import operands, reference, tuning, xla
 from optax_lowmem._src.step.batch import Leaf, LeafBatch, Result
-from optax_lowmem._src.step.gpu import kernel as step_kernel
+from optax_lowmem._src.step.gpu import kernel
 from optax_lowmem._src.step.partition import StepPartition
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
@@ -31,7 +31,7 @@ def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         return None if platform.has_pallas_triton() else platform.NO_PALLAS_TRITON
     if not platform.has_jax_triton():
         return platform.NO_JAX_TRITON
-    return step_kernel.unsupported(rule, plan)
+    return kernel.unsupported(rule, plan)
 
 
 def step(
@@ -124,7 +124,7 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
     ) -> list[Result]:
         arrays = tuple(leaves), names, scalars, keys, jnp.asarray(numbers, jnp.int32)
         with scope(paths, backend):
-            results = step_kernel.launch(rule, plans, *arrays, tile, backend=backend)
+            results = kernel.launch(rule, plans, *arrays, tile, backend=backend)
         return [
             result._replace(update=reference.emit(plan, leaf.p, result.update))
             for plan, leaf, result in zip(plans, leaves, results, strict=True)
@@ -144,9 +144,9 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
     arguments = (leaves, scalars, batch.keys)
     content = f"{rule} {names} {tile}"
     partition = StepPartition(backend, content, launched, paths, plans, numbers, arguments)
-    kernel = functools.partial(launched, plans, numbers)
+    run = functools.partial(launched, plans, numbers)
     if batch.implementation is not None:
-        result: list[Result] = on_one_device(kernel, kernel, *arguments, partition=partition)
+        result: list[Result] = on_one_device(run, run, *arguments, partition=partition)
         return result
     once, twice = (functools.partial(plain, two_passes) for two_passes in (False, True))
-    return with_fallback("cuda", kernel, once, *arguments, several=twice, partition=partition)
+    return with_fallback("cuda", run, once, *arguments, several=twice, partition=partition)

@@ -73,7 +73,7 @@ def blocks_of(plan: LeafPlan, leaf: Leaf, moving: int, elements: int) -> Blocks:
       moving: bytes per element of operands and results.
       elements: maximum number of elements per block.
     """
-    of_block = _of_block(plan, leaf.of_block)
+    of_block = _block_values(plan, leaf.of_block)
     return Blocks(
         plan.shape, plan.group_size, min(elements, _BUFFERS // (2 * moving)),
         max(map(several_in_a_byte, plan.slots), default=1),
@@ -117,7 +117,7 @@ def view(plan: LeafPlan, blocks: Blocks, leaf: Leaf) -> Leaf:
     )
     scales = tuple(_scale_view(blocks, x) for x in leaf.state.scales)
     state = LeafState(slots, scales, correction)
-    return Leaf(g, p, state, _of_block(plan, leaf.of_block))
+    return Leaf(g, p, state, _block_values(plan, leaf.of_block))
 
 
 def _scale_view(blocks: Blocks, scales: jax.Array) -> jax.Array:
@@ -143,7 +143,7 @@ def _scale_spec(blocks: Blocks) -> pl.BlockSpec:
     return pl.BlockSpec((None, groups, rows), lambda i, j: (lax.div(i, each), j, lax.rem(i, each)))
 
 
-def _of_block(plan: LeafPlan, operands: Any) -> OfBlock | None:
+def _block_values(plan: LeafPlan, operands: Any) -> OfBlock | None:
     if plan.block is None or operands is None:
         return None
     rows, columns = [], []

@@ -1,0 +1,52 @@
+"""The fused step in programs that call `update` and add."""
+
+from typing import Any
+
+import jax
+import optax
+
+from optax_lowmem._src.wrappers import chain
+
+
+class _Sum:
+    """What is added to a parameter: the sum is already known."""
+
+    def __init__(self, new: jax.Array):
+        self.new, self.shape, self.dtype = new, new.shape, new.dtype
+
+    def __radd__(self, old: object) -> jax.Array:
+        return self.new
+
+
+def fuse_updates(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Give the fused step to a program that calls `update` and adds, such as a trainer.
+
+    `update` takes `step`, and returns objects that give its new parameters where they are added to
+    the old ones: `optax.apply_updates(params, updates)`, `eqx.apply_updates(model, updates)`. They
+    are no arrays: do nothing else with them, in particular no wrapper around this one and no norms,
+    and add them in the function, jitted or not, that calls `update`.
+
+    Args:
+      tx: the whole optimizer, any optax transformation.
+
+    Returns:
+      An optax transformation with the state of `tx`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_lowmem as lowmem
+      >>> tx = lowmem.fuse_updates(lowmem.flash_adamw(1e-3))
+      >>> params, state = lowmem.init(tx, {"w": jnp.ones((64, 64))})
+      >>> @jax.jit
+      ... def train_step(params, state, grads):
+      ...     updates, state = tx.update(grads, state, params)
+      ...     return optax.apply_updates(params, updates), state
+      >>> params, state = train_step(params, state, params)
+    """
+
+    def update(
+        updates: optax.Updates, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        new, state = chain.step(tx, updates, state, params, **extra)
+        return jax.tree.map(_Sum, new), state
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)

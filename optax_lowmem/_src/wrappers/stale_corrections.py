@@ -1,0 +1,226 @@
+"""Find updates that are changed after the split of master weights, which makes corrections stale.
+
+optax wrappers are closures, so a step is tried on small leaves, and the updates that the split
+emitted are compared with those that the whole transformation returns.
+"""
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lowmem._src.core import context, trees
+from optax_lowmem._src.core.clean_weights import FIELD
+from optax_lowmem._src.core.typing import Shaped
+
+_PROBE_SIDES = 4, 64  # maximum side of leaves in a trial step; the larger if the smaller fails
+# states of optax wrappers that return the updates of what they wrap unchanged
+_PASSING = ("MaskedState", "PartitionState", "InjectHyperparamsState",
+            "InjectStatefulHyperparamsState")  # fmt: skip
+_SELECTING = ("MultiStepsState", "ApplyIfFiniteState")  # these updates, or zeros
+_INSIDE = (
+    "split_master_weights(wrapper(flash_adamw(..., storage=Storage(master_weight_bits=None))))"
+)
+
+
+def _follows_split(
+    node: object, known: tuple[str, ...], ours: bool, otherwise: bool = True
+) -> bool:
+    """Return whether links of a chain follow the split in a state, or `otherwise` if unknown.
+
+    Args:
+      node: a state, or a part of one.
+      known: names of the optax states to search.
+      ours: whether to search states of this library.
+      otherwise: the answer for any other state with a split inside.
+    """
+    if not _has_split(node) or _is_split(node) and not ours:
+        return False
+    if trees.is_named_tuple(node):
+        if not (trees.is_ours(node) and ours) and type(node).__name__ not in known:
+            return otherwise
+    elif _is_chain(node) and not _has_split(list(_parts(node))[-1]):
+        return True
+    parts = list(_parts(node))
+    return _has_split(parts) and any(_follows_split(part, known, ours, otherwise) for part in parts)
+
+
+def _in_some_steps(node: object) -> bool:
+    """Return whether a condition on the step, around or after a split, may change its updates."""
+    if not _has_split(node) or _is_split(node):
+        return False
+    if type(node).__name__ == "ConditionallyTransformState":
+        return True
+    parts = list(_parts(node))
+    split = next(index for index, part in enumerate(parts) if _has_split(part))
+    after = parts[split + 1 :] if _is_chain(node) else []
+    conditions = "ConditionallyTransformState", "ConditionallyMaskState"
+    return trees.holds(after, lambda inner: type(inner).__name__ in conditions) or any(
+        map(_in_some_steps, parts)
+    )
+
+
+def _is_split(node: object) -> bool:
+    fields = getattr(node, "_fields", ())
+    return ("correction" in fields or FIELD in fields) and trees.is_ours(node)
+
+
+def _has_split(node: object) -> bool:
+    return trees.holds(node, _is_split)
+
+
+def _is_chain(node: object) -> bool:
+    """Return whether this is the state of optax.chain or optax.named_chain."""
+    return type(node) in (tuple, OrderedDict)
+
+
+def _parts(node: object) -> Iterator[Any]:
+    yield from jax.tree.leaves(node, is_leaf=lambda inner: inner is not node)
+
+
+def stale_corrections(
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    state: optax.OptState,
+    decisions: list[context.Decision],
+) -> list[str]:
+    """Return warnings for leaves whose update is changed after the split, found in a trial step.
+
+    A split emits updates to weights with a correction, or rounded stochastically; the final updates
+    of the step must be equal to these. No step is tried if there are no such weights, or if the
+    structure of the state shows that nothing changes their updates.
+
+    Args:
+      tx: any optax transformation.
+      params: the stored weights, or their `jax.eval_shape`.
+      state: the state of `tx`, or its `jax.eval_shape`.
+      decisions: those of a `context.dry_run`.
+    """
+    split = any(d.slot in ("correction", FIELD) and (d.form or d.stochastic) for d in decisions)
+    if not split or not _follows_split(state, (*_PASSING, *_SELECTING), ours=True):
+        return []
+    for side in _PROBE_SIDES:
+        try:
+            with jax.ensure_compile_time_eval():
+                changed = _changed(tx, params, side)
+            break
+        except Exception as error:  # a failed trial becomes a warning, not an error of the caller
+            failed = error
+    else:
+        return [f"could not try a step to look for stale corrections: {failed}"]
+    if not changed:
+        return []
+    rounded = {d.path for d in decisions if d.slot == "correction" and not d.form}
+    results = []
+    if of_split := [path for path in changed if path not in rounded]:
+        results.append(
+            f"the updates of {trees.some_of(of_split)} are changed after the split of their "
+            "master weights, which makes the corrections stale. Put the transformation that "
+            "changes them inside: "
+            f"{_INSIDE}."
+        )
+    if of_rounded := [path for path in changed if path in rounded]:
+        results.append(
+            f"the updates of {trees.some_of(of_rounded)} are changed after their 16-bit weights "
+            "were rounded stochastically: the changes are rounded to nearest, and steps under half "
+            "an ulp of a weight are lost. Put the transformation that changes them before the "
+            f"optimizer, or inside a split: {_INSIDE}."
+        )
+    return results
+
+
+# Optimizers of optax that use differences of weights, which the rounding of masters distorts.
+# (No loss was measured for prodigy, dadapt_adamw, cocob, madgrad, momo, schedule_free.)
+_DISTANCES = {
+    "MechanicState": "mechanize", "DoGState": "dog", "DoWGState": "dowg",
+    "ScaleByLBFGSState": "lbfgs",
+}  # fmt: skip
+
+
+def rounded_distances(state: optax.OptState) -> list[str]:
+    """Return warnings for optimizers inside a 24-bit split that use differences of weights."""
+    results: set[str] = set()
+    for node in trees.states_with(state, "correction", trees.is_ours):
+        if any(c.ndim and c.dtype == jnp.int8 for c in jax.tree.leaves(node.correction)):
+            inside = jax.tree.leaves(
+                getattr(node, "inner_state", ()), is_leaf=lambda n: type(n).__name__ in _DISTANCES
+            )
+            results |= _DISTANCES.keys() & {type(inner).__name__ for inner in inside}
+    return [
+        f"optax's {_DISTANCES[kind]} uses differences of weights, which the rounding of 24-bit "
+        "master weights distorts: use 32 bits, split_master_weights(..., bits=32) or "
+        "Storage(master_weight_bits=32)."
+        for kind in sorted(results)
+    ]
+
+
+def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) -> list[str]:
+    rng = np.random.default_rng(0)
+
+    def small(leaf: Shaped) -> jax.Array:
+        shape = tuple(_shortened(side, most) for side in leaf.shape)
+        return jnp.asarray(rng.normal(size=shape)).astype(leaf.dtype)
+
+    weights = jax.tree.map(small, params)
+    with context.recording():  # without the warnings of a user's `init`
+        state = tx.init(weights)
+    fast = weights.fast if isinstance(weights, optax.LookaheadParams) else weights
+    grads = jax.tree.map(lambda w: jnp.full(w.shape, 0.5, jnp.float32), fast)
+    with context.emitting() as emitted:
+        # under jit, values of branches (MultiSteps, cond) are tracers that must not leave them
+        with jax.disable_jit():
+            final = _updates(tx, grads, state, weights, fast)
+    # values may be equal by chance (a schedule that starts at 1): in a chain, compare identity
+    untouched = _follows_split(state, _PASSING, ours=False, otherwise=False)
+    in_some_steps = _in_some_steps(state)
+
+    def differs(update: jax.Array, of_split: jax.Array) -> bool:
+        if in_some_steps or untouched and update is not of_split:
+            return True
+        return bool(jnp.any(update != 0)) and bool(jnp.any(update != of_split))
+
+    return [
+        path
+        for path, update in trees.named_leaves(final)
+        if path in emitted and differs(update, emitted[path])
+    ]
+
+
+def _updates(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    state: optax.OptState,
+    weights: optax.Params,
+    at: optax.Params,
+) -> optax.Updates:
+    """Return the updates of a step, passing those extra arguments of optax that `tx` accepts.
+
+    They belong to the loss sum(w / 2 + (w - at)^2), whose gradient at `at` is `grads`.
+    """
+
+    def value_fn(params: optax.Params, grad_fn: object = None) -> jax.Array:
+        wide = trees.widened(params), trees.widened(at)
+        terms = jax.tree.map(lambda w, a: jnp.sum(w / 2 + (w - a) ** 2), *wide)
+        return jnp.asarray(sum(jax.tree.leaves(terms)), jnp.float32)
+
+    extra = {"value": value_fn(at), "grad": grads, "value_fn": value_fn,
+             "grad_fn": lambda params, index: grads}  # fmt: skip
+    while True:
+        try:
+            return optax.with_extra_args_support(tx).update(grads, state, weights, **extra)[0]
+        except TypeError as error:
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown is None or extra.pop(unknown[1], None) is None:
+                raise
+
+
+def _shortened(side: int, most: int) -> int:
+    """Halve a side until it is at most `most`, so that a number of heads usually divides it."""
+    while side > most and side % 2 == 0:
+        side //= 2
+    return min(side, most)
