@@ -163,7 +163,7 @@ def test_workflows_run_what_exists():
     """Each `make` and module of a workflow; a release can publish, and nothing else may write."""
     workflows = {path.stem: path.read_text("utf-8") for path in
                  (ROOT / ".github/workflows").glob("*.yml")}  # fmt: skip
-    assert workflows.keys() == {"tests", "site", "release"}
+    assert workflows.keys() >= {"tests", "site", "release"}
     text = "\n".join(workflows.values())
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     made = {name for line in re.findall(r"run: make ([a-z -]+)", text) for name in line.split()}
