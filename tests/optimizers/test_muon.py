@@ -280,30 +280,17 @@ def test_a_mesh_takes_whole_matrices(layout, axis_type):
     assert distance(*moved) <= tolerances.MUON_EXACT
     for a, b in zip(jax.tree.leaves(new.mu), jax.tree.leaves(other.mu), strict=True):
         assert np.mean(np.asarray(a) != np.asarray(b)) <= tolerances.REORDERED_CODES
-    everywhere, in_loops = collectives(program.as_text())
-    assert everywhere > 0 and in_loops == 0
+    # 39 products; each of five matrices is moved before them and after, and some in two axes
+    assert 0 < collectives(program.as_text()) <= 12
     # of two matrices of one shape each device takes one at most
     products = re.findall(r"(f32\S*?)\{\S* dot\(", program.as_text())
     assert set(products) == {"f32[64,128]", "f32[128,64]", "f32[64,64]"}
 
 
 def collectives(text):
-    """Count those of a program, and those in what its loops call."""
-    parts = re.split(r"\n(?=(?:ENTRY )?%?[\w.-]+ \()", text)[1:]
-    bodies = {re.match(r"(?:ENTRY )?%?([\w.-]+)", part).group(1): part for part in parts}
-    called = {n: set(re.findall(r"%([\w.-]+)", part)) & set(bodies) for n, part in bodies.items()}
-
-    def count(part):
-        return len(re.findall(rf" (?:{'|'.join(COLLECTIVES)})(?:-start)?\(", part))
-
-    inside, new = set(), set(re.findall(r"body=%?([\w.-]+)", text))
-    assert new
-    while new - inside:
-        inside |= new
-        new = set().union(*(called[name] for name in new))
-    dots = sum(" dot(" in bodies[name] for name in inside)
-    assert dots >= 9  # three of each of three shapes
-    return count(text), sum(count(bodies[name]) for name in inside)
+    """Count those of a program."""
+    assert len(re.findall(r" dot\(", text)) == 39
+    return len(re.findall(rf" (?:{'|'.join(COLLECTIVES)})(?:-start)?\(", text))
 
 
 def test_a_part_of_a_matrix_is_refused():
