@@ -156,7 +156,7 @@ def _report(tx: optax.GradientTransformation, params: Any) -> Report:
                 by_leaf[path][slot] = by_leaf[path].get(slot, 0) + _bytes(leaf)
     reasons: dict[str, dict[str, str]] = defaultdict(dict)
     for decision in decisions:
-        if decision.form is None:
+        if decision.form is None and decision.slot != "step":
             reasons[decision.path][decision.slot] = decision.reason
     return Report(
         parameters=sum(math.prod(leaf.shape) for leaf in leaves.values()),
