@@ -96,7 +96,7 @@ tpu-test: .venv-tpu/.has-tpu-test  ## All programs compiled for TPUs, and record
 	$(TPU) benchmarks.run tpu --record
 
 # Training loops of other frameworks, each with its versions in an environment of its own.
-FRAMEWORKS := kauldron keras levanter maxtext tunix
+FRAMEWORKS := equinox kauldron keras levanter maxtext tunix
 
 .venv-fw-%/.ready: tests/integrations/%.txt pyproject.toml
 	@$(MAKE) -s .venv-fw-$*/bin/python VENV=.venv-fw-$* MINOR=12
