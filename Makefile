@@ -96,11 +96,11 @@ tpu-test: .venv-tpu/.has-tpu-test  ## All programs compiled for TPUs, and record
 	$(TPU) benchmarks.run tpu --record
 
 # Training loops of other frameworks, each with its versions in an environment of its own.
-FRAMEWORKS := equinox kauldron keras levanter maxtext tunix
+FRAMEWORKS := easydel equinox kauldron keras levanter maxtext tunix
 
 .venv-fw-%/.ready: tests/integrations/%.txt pyproject.toml
 	@$(MAKE) -s .venv-fw-$*/bin/python VENV=.venv-fw-$* MINOR=12
-	@.venv-fw-$*/bin/python .ci/install -q -r $< -e '.[flax]'
+	@.venv-fw-$*/bin/python .ci/install -q -r $< -e .
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS:%=.venv-fw-%/.ready)  ## Other frameworks' training loops (FRAMEWORKS=tunix: one)
