@@ -43,9 +43,9 @@ def run(impl, folder):
         dtype=jnp.float32, param_dtype=common.DTYPES[impl], rngs=nnx.Rngs(0),
     )  # fmt: skip
     arguments = ed.TrainingArguments(
-        save_directory=folder, model_name="run", max_training_steps=common.STEPS, num_train_epochs=1,
-        total_batch_size=len(TOKENS), max_length=32, learning_rate=common.RATE, use_wandb=False,
-        shuffle_train_dataset=False, progress_bar_type="json", do_last_save=False,
+        save_directory=folder, model_name="run", max_training_steps=common.STEPS,
+        num_train_epochs=1, total_batch_size=len(TOKENS), max_length=32, learning_rate=common.RATE,
+        shuffle_train_dataset=False, do_last_save=False, progress_bar_type="json", use_wandb=False,
     )  # fmt: skip
     trainer = Recorded(arguments=arguments, model=model.shard_model(), dataset_train=DATA)
     return losses, trainer.train().state
