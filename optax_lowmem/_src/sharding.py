@@ -12,8 +12,8 @@ from optax_lowmem._src.core import array_metadata, context, trees
 from optax_lowmem._src.core.placement import (
     Placement,
     mesh_of,
-    of_parameters,
     placement,
+    sharding_leaves,
     sharding_of_state,
 )
 
@@ -146,7 +146,7 @@ def _placed(
 ) -> list[Any]:
     """Return a NamedSharding, PartitionSpec or None (replicated) for each parameter."""
     if given is not None:
-        return of_parameters(params, given)
+        return sharding_leaves(params, given)
     rows = zip(jax.tree.leaves(boxed, is_leaf=array_metadata.is_box), _leaves(params), strict=True)
     return [
         _declared_sharding(trees.path_name(path), box, leaf, mesh, rules)

@@ -130,6 +130,16 @@ def test_reason_of_a_slot_without_codec():
     assert reasons(tx)["embed/w"] == {"nu": "storage.nu is None"}
 
 
+def test_reason_of_a_block_wise_slot():
+    """Why it is not compressed, beside why its block has that form."""
+    nu = lowmem.codecs.linear(signed=False)
+    storage = Storage(nu=nu, policy=Policy(min_size=0, exclude=("*w",)))
+    tx = lowmem.flash_adam_mini(1e-3, storage=storage)
+    decisions = lowmem.explain(tx, {"mlp": {"w": jnp.ones((64, 64))}}).decisions
+    (found,) = (d for d in decisions if d.slot == "nu")
+    assert "pattern" in found.reason and found.form.startswith("f32")
+
+
 def test_a_parameter_that_is_called_value():
     """Its name is its own; that of a box's content is the box's."""
     params = {"attention": {name: jnp.ones((64, 64)) for name in ("query", "key", "value")}}

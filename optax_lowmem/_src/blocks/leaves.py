@@ -159,7 +159,7 @@ def width_of(leaf: ModuleLeaf, leaves: Leaves) -> int:
 
 
 def whole(leaf: ModuleLeaf, reason: str) -> Block:
-    """Return one block for the tensor, or one per layer if layers are stacked."""
+    """Return one block for the tensor, or per layer if layers are stacked; elementwise if empty."""
     inner = leaf.inner if math.prod(leaf.shape) else ()
     text = "whole tensor" + (" of each layer" if leaf.stacked else "")
     return Block(inner, description=text if inner else "elementwise", reason=because(leaf, reason))

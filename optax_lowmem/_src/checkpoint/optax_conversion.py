@@ -254,7 +254,8 @@ class _Converter:
     def _compressed(self, ours: CompressedState, theirs: optax.OptState, where: str) -> Any:
         codes: dict[str, Any] = {}
 
-        def wide(slot: str, name: str, stored: optax.Params) -> Any:
+        def f32_like(slot: str, name: str, stored: optax.Params) -> Any:
+            """Return shapes of the values in place of codes; keep the codes for encoding."""
             codes[name] = stored
             rows = zip(
                 jax.tree.leaves(stored),
@@ -266,7 +267,7 @@ class _Converter:
             leaves = [values if jnp.ndim(scale) else leaf for leaf, values, scale in rows]
             return jax.tree.unflatten(jax.tree.structure(stored), leaves)
 
-        inner = self.walk(coded_slots(ours, ours.inner_state, wide), theirs, where)
+        inner = self.walk(coded_slots(ours, ours.inner_state, f32_like), theirs, where)
         counts = optax.tree.get_all_with_path(theirs, "count")
         count = jnp.asarray(counts[0][1] if counts else 0, jnp.int32)
         scales: dict[str, Any] = {}

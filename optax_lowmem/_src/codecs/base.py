@@ -166,7 +166,7 @@ class GroupCodec(ShowsChanges, abc.ABC):
 
     @property
     def no_tile_reason(self) -> str | None:
-        """Return why a kernel's tiles cannot hold the stored array, or None."""
+        """Return why tiles of a GPU kernel cannot hold the stored array, or None."""
         several = self.codes_per_byte
         if several & (several - 1) == 0:
             return None

@@ -1,4 +1,4 @@
-"""Context variables that an `init` reads and reports to, beside its arguments and result.
+"""What passes through optax's wrappers: decisions and masters of an `init`, arguments of a step.
 
 optax wrappers hide the transformations inside them, and their states hold arrays only. While a tree
 of transformations is initialised, ours report their decisions here (for `explain` and the memory
@@ -29,7 +29,7 @@ class Decision:
       path: path of the leaf, as from `jax.tree_util.keystr(..., simple=True, separator="/")`.
       slot: `mu`, `nu`, ..., `correction`, or `step` for the implementation of the leaf's step.
       form: name of the codec or the split, None if the slot is neither compressed nor split; for a
-        step that `explain` describes, `pallas`, `triton` or `xla`.
+        step that `explain` describes, one of `IMPLEMENTATIONS`.
       reason: one clause, for display.
       group_size: number of neighbours that share a scale, if the slot is compressed.
       codec: the codec, if the slot is compressed.

@@ -191,11 +191,11 @@ def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | Abstract
     return mesh
 
 
-def of_parameters(params: optax.Params, shardings: object) -> list[Sharding]:
-    """Return the sharding of each parameter: a NamedSharding, a PartitionSpec or None.
+def sharding_leaves(params: optax.Params, shardings: object) -> list[Sharding]:
+    """Return the leaves of a tree of shardings: NamedShardings, PartitionSpecs or None.
 
     Raises:
-      ValueError: if the trees have different structures.
+      ValueError: if it does not have the parameters' structure, or has another kind of sharding.
     """
     names = [name for name, _ in trees.named_leaves(params)]
     result = jax.tree_util.tree_leaves_with_path(
@@ -207,12 +207,18 @@ def of_parameters(params: optax.Params, shardings: object) -> list[Sharding]:
             f"the shardings do not have the structure of the parameters: {differs}. Give one for "
             "each; None means replicated."
         )
+    for name, (_, sharding) in zip(names, result, strict=True):
+        if sharding is not None and not isinstance(sharding, NamedSharding | PartitionSpec):
+            raise ValueError(
+                f"the sharding of '{name}' is a {type(sharding).__name__}: give a NamedSharding or "
+                "a PartitionSpec, or None for a replicated parameter."
+            )
     return [sharding for _, sharding in result]
 
 
 def placements(params: optax.Params, shardings: object, mesh: Mesh | None) -> dict[str, Placement]:
     """Return the `Placement` of each parameter by path, from its NamedSharding or spec."""
-    given = of_parameters(params, shardings)
+    given = sharding_leaves(params, shardings)
     the_mesh = mesh_of(given, mesh)
     return {
         path: placement(path, tuple(leaf.shape), sharding, the_mesh)

@@ -49,7 +49,9 @@ class Policy(ShowsChanges):
     def reason(
         self, path: str, shape: tuple[int, ...], slot: str, stored: bool = False
     ) -> str | None:
-        """Return the reason why a slot of a leaf is not compressed, or None if it is.
+        """Return why size or name keep a slot from being compressed, or None if they do not.
+
+        `decide_slot` also asks the mask (`masked_out`) and whether the storage has a codec.
 
         Args:
           path: the leaf's name.

@@ -193,10 +193,10 @@ def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> ja
 
 
 def leaf_bits(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str) -> jax.Array:
-    """Return `slot_bits` of a leaf of any shape, including 0-d.
+    """Return `slot_bits` of a leaf of any shape, including 0-d, which round its master weight.
 
-    R is computed for each element, since spreading it over groups would move it between devices if
-    shards cut through groups.
+    The R of `uniforms` is computed for each element, since spreading it over groups would move it
+    between devices if shards cut through groups.
     """
     row_key, lane_key = row_and_lane_keys(key)
     whole = shape or (1,)

@@ -68,7 +68,7 @@ def store(x: jax.Array, group_size: int) -> Grouped:
 
 
 def store_groups(x: jax.Array) -> Grouped:
-    """Apply `store` to a group view [..., groups, lanes]."""
+    """Return codes and E8M8 scales of a group view [..., groups, lanes]: `store` in a kernel."""
     scales = SCALE.encode(numerics.to_bits(matmul.absmax_of(x, -1)[..., 0]))
     limit = SCALE.decode(scales)[..., None]
     # the largest scale is 2^126; without clipping, larger values would become NaN in E4M3

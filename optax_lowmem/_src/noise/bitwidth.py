@@ -113,7 +113,7 @@ def safe_format(bits: float) -> SafeFormat:
     subnormal (section 5). b_t is rounded up to an integer first.
 
     Args:
-      bits: b_t, at least 2; for a layer, the largest b_t of its blocks.
+      bits: b_t, over 1; for a layer, the largest b_t of its blocks.
 
     Returns:
       A `SafeFormat`, which `fake_cast` accepts.
@@ -123,8 +123,8 @@ def safe_format(bits: float) -> SafeFormat:
 
     Example:
       >>> from optax_lowmem import gaussws
-      >>> [tuple(gaussws.safe_format(b)) for b in (3, 6, 12)]
-      [(2, 3, 1), (3, 6, 4), (4, 12, 10)]
+      >>> gaussws.safe_format(6)
+      SafeFormat(exponent=3, ranges=6, mantissa=4)
     """
     whole = math.ceil(bits)
     if whole < 2:

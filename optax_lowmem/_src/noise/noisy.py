@@ -328,7 +328,18 @@ def _bits_gradients(
     count: jax.Array,
     factor: jax.Array | None,
 ) -> list[jax.Array]:
-    """Return each leaf's gradient of b_i (equations 3, 9, 10); `span`: (b_init, b_target)."""
+    """Return each leaf's gradient of b_i (equations 3, 9, 10).
+
+    Args:
+      noise: the distribution.
+      span: (b_init, b_target).
+      bits_loss: the weight of the loss on bits.
+      rows: leaves, without parameters.
+      gradients: of the sampled weights.
+      seed: of the state.
+      count: of the step.
+      factor: the clipping factor of these gradients, or None; it does not scale the loss on bits.
+    """
     blocks = sum(row.bits.size for row in rows if row.sampled)
     pull = as_f32("bits_loss", bits_loss) / max(blocks, 1)
     keys = random.leaf_keys(seed, count, [row.path for row in rows])

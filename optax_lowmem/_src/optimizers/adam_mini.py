@@ -230,8 +230,8 @@ def q_adam_mini(
     Returns:
       An optax transformation.
 
-    Memory: 1.02 bytes of state per parameter beside f32 weights (Table 3: mn + O(1)), 1 more beside
-    16-bit ones.
+    Memory: 1.02 bytes of state per parameter and 4 per block (Table 3: mn + O(1)); 1 more per
+    parameter for the correction of a 16-bit weight.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem

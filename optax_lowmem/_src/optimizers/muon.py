@@ -270,7 +270,8 @@ def flash_muon(
         tracing.
       ns_steps: number of iterations; at least the number of triples.
       beta: decay of the momentum, in [0, 1).
-      eps: added to the norm of a matrix, and to Adam's root.
+      eps: added to the norm by which `frobenius` and `spectral` divide a matrix, and to Adam's
+        root.
       weight_decay: for matrices: number, f32 scalar or schedule; decoupled, times the learning
         rate.
       weight_decay_mask: where `weight_decay` applies; only matrices are affected.

@@ -62,7 +62,7 @@ def polar_factors(
       stack: [matrices, rows, columns]; products are computed in this dtype.
       coefficients: (a, b, c) of each iteration.
       preconditioning: one of `PRECONDITIONINGS`: how singular values are bounded beforehand.
-      eps: added to the norm by which a matrix is divided.
+      eps: added to the norm by which `frobenius` and `spectral` divide a matrix.
     """
     x, gram = stack, None
     if preconditioning in ("frobenius", "spectral"):

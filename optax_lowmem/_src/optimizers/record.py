@@ -48,7 +48,7 @@ class OptimizerRecord:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The slots with one value per parameter in every leaf; 8-bit by default."""
+        """The slots with one value per element in every leaf; 8-bit by default."""
         slots = self.rule.slots
         return tuple(slot.name for slot in slots if not slot.shared and not slot.skips_matrices)
 

@@ -35,7 +35,7 @@ def _explicit(mesh: Mesh | AbstractMesh) -> bool:
     return bool(mesh.axis_types) and all(axis == AxisType.Explicit for axis in mesh.axis_types)
 
 
-def supported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
+def unsupported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
     """Return the reason why a leaf's shards cannot be stepped separately, or None."""
     if plan.block is not None and _block_specs(plan, place) is None:
         return "its heads are on several devices"

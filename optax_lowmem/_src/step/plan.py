@@ -345,7 +345,9 @@ def _plan_slot(
     dtype = kept.dtype if kept else jnp.dtype(plain_dtype or jnp.float32)
     if slot.shared and block is not None:
         form = f"{decision.form or 'f32'}, {block.description or 'a value a block'}"
-        decision = dataclasses.replace(decision, form=form, reason=block.reason, block=block)
+        why = decision.reason if codec and not kept else ""
+        reason = "; ".join(filter(None, [block.reason, why]))
+        decision = dataclasses.replace(decision, form=form, reason=reason, block=block)
     context.record(decision)
     return SlotPlan(name, kept, dtype, decision.stochastic)
 

@@ -28,7 +28,7 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
     """Add the operands of `rule.prepare` to a batch; also returns the new block-wise slots.
 
     Args:
-      rule: the optimizer's arithmetic, whose `prepares` is not None.
+      rule: the optimizer's arithmetic, whose `prepares` is `leaf` or `blocks`.
       batch: parameters with f32 hyperparameters; for `blocks`, without `l2`.
     """
     if rule.prepares == "leaf":

@@ -1,8 +1,8 @@
 """The step of a leaf in plain jnp: the specification of every backend, and the XLA path.
 
-A step is `advance` (decode the slots, then the rule), `encode` of the new slots, and `move` of the
-weight and its correction. Every implementation calls these functions and differs only in what it
-does between them, and in the `Layout` of its arrays.
+A step is `advance` (decode the slots, then the rule), then, in either order, `encode` of the new
+slots and `move` of the weight and its correction. Every implementation calls these functions and
+differs only in what it does between them, and in the `Layout` of its arrays.
 """
 
 import dataclasses

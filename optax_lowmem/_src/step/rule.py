@@ -14,10 +14,10 @@ OF_BLOCK = "of_block"  # the operand that `prepare` returns for blocks: one valu
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A state field with one value per parameter, or per block of parameters.
+    """A state field with one value per element of a parameter, or per block of elements.
 
     Attributes:
-      name: `mu` or `nu`.
+      name: `mu` or `nu`: the field of `Storage` that has its codec.
       signed: whether its values may be negative.
       shared: whether the elements of a `Block` share one value.
       skips_matrices: whether leaves that are matrices do not have it.

@@ -283,7 +283,8 @@ class Compressor:
         compressed = decision.codec is not None
         if block is not None:  # described as by optimizers that store block-wise slots themselves
             form = f"{decision.form or 'f32'}, {block.description or 'a value a block'}"
-            reason = "; ".join(filter(None, [block.reason, unpackable]))
+            why = "" if compressed else decision.reason
+            reason = "; ".join(filter(None, [block.reason, unpackable, why]))
             decision = dataclasses.replace(decision, form=form, reason=reason, block=block)
         context.record(decision)
         return compressed

@@ -175,6 +175,7 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
         # under jit, values of branches (MultiSteps, cond) are tracers that must not leave them
         with jax.disable_jit():
             final = _updates(tx, grads, state, weights, fast)
+    final = final.fast if isinstance(final, optax.LookaheadParams) else final
     # values may be equal by chance (a schedule that starts at 1): in a chain, compare identity
     untouched = _follows_split(state, _PASSING, ours=False, otherwise=False)
     in_some_steps = _in_some_steps(state)
