@@ -123,7 +123,7 @@ def test_one_tensor_at_a_time(tmp_path):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     largest, whole = 2 * 256 * 1024, sum(p.nbytes for p in jax.tree.leaves(params))
-    assert max(peaks) < 4 * largest < whole / 4
+    assert max(peaks) < 6 * largest < whole / 4
 
 
 def damaged(tmp_path, change):

@@ -25,6 +25,9 @@ PLAIN = optimizers.get_optimizer
 
 
 def get_optimizer(config, learning_rate_schedule, model=None, mesh=None):
+    ignored = config.skip_step_on_spikes, config.trainable_parameters_mask, config.adam_eps_root
+    if any(ignored) or config.opt_type != "adamw":
+        raise ValueError("a setting of MaxText that this get_optimizer does not apply")
     return lowmem.flash_adamw(
         learning_rate_schedule, b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps,
         weight_decay=config.adam_weight_decay, mask=optimizers.get_adamw_mask(config),
