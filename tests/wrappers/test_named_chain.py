@@ -74,3 +74,19 @@ def test_a_checkpoint_comes_back(tmp_path):
     params, state = lowmem.step(tx, GRADS, state, params)
     checkpoint.save(tmp_path, tx, params, state, step=1)
     assert_same(checkpoint.restore(tmp_path, tx, params), (params, state))
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_transformation_that_passed_through_tree_functions(chained):
+    """As `equinox.filter_jit` does with an argument: the functions are leaves of the tuple."""
+    tx = lowmem.flash_adamw(1e-2)
+    tx = lowmem.chain(optax.clip(1.0), tx) if chained else tx
+    params, state = lowmem.init(tx, {"w": jnp.ones((64, 64))})
+    grads = {"w": jnp.full((64, 64), 0.1, jnp.bfloat16)}
+    rebuilt = jax.tree.map(lambda function: function, tx)
+    for one, other in zip(
+        jax.tree.leaves(lowmem.step(tx, grads, state, params)),
+        jax.tree.leaves(lowmem.step(rebuilt, grads, state, params)),
+        strict=True,
+    ):
+        assert (one == other).all()

@@ -31,9 +31,13 @@ Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
 
 
 class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
-    """An optax transformation with a reference to its engine."""
+    """An optax transformation of an engine, found again if a tree function rebuilds the tuple."""
 
-    engine: "Engine"
+    @property
+    def engine(self) -> "Engine":
+        """Return the engine, whose methods the functions are."""
+        engine: Engine = self.init.__self__
+        return engine
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,9 +64,7 @@ class Engine(StateFormat):
 
     def transformation(self) -> "EngineTransformation":
         """Return the optax transformation."""
-        transformation = EngineTransformation(self.init, self.update)
-        transformation.engine = self
-        return transformation
+        return EngineTransformation(self.init, self.update)
 
     def plans(
         self,

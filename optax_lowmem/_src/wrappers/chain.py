@@ -1,5 +1,6 @@
 """`chain` with f32 gradients between links, and `step`."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -59,23 +60,27 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
                 )
         return linked.init(params)
 
-    def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        return _run(transformations, updates, state, params, _update_last, extra)
+    return Chain(init, functools.partial(_update, transformations))
 
-    chained = Chain(init, update)
-    chained.links = transformations
-    return chained
+
+def _update(
+    links: tuple[optax.GradientTransformation, ...],
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    **extra: Any,
+) -> tuple[optax.Updates, optax.OptState]:
+    return _run(links, updates, state, params, _update_last, extra)
 
 
 class Chain(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
-    """A chain that stores its links for `step`."""
+    """A chain, whose `update` has its links for `step`."""
 
-    links: tuple[optax.GradientTransformation, ...]
+    @property
+    def links(self) -> tuple[optax.GradientTransformation, ...]:
+        """Return the links."""
+        links: tuple[optax.GradientTransformation, ...] = self.update.args[0]
+        return links
 
 
 def step(
