@@ -296,3 +296,17 @@ def test_big_vision():
     for x, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(of_state), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
     assert float(jnp.abs(after.mu["up"]["kernel"]).max()) > 0
+
+
+def test_specs_of_a_partitioned_tree():
+    """As of equinox.partition: None where there is no array, in parameters and specs."""
+    params = {"w": jnp.ones((64, 128)), "activation": None}
+    specs = {"w": P("fsdp"), "activation": None}
+    shardings = state_shardings(made(), params, specs, mesh=mesh(fsdp=8))
+    assert shardings.mu["w"].spec == P("fsdp")
+
+
+def test_a_sharding_of_another_kind_is_refused_by_its_path():
+    params = {"w": jnp.ones((64, 128))}
+    with pytest.raises(ValueError, match="sharding of 'w' is a SingleDeviceSharding"):
+        state_shardings(made(), params, {"w": params["w"].sharding})

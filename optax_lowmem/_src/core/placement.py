@@ -201,6 +201,10 @@ def sharding_leaves(params: optax.Params, shardings: object) -> list[Sharding]:
     result = jax.tree_util.tree_leaves_with_path(
         shardings, is_leaf=lambda n: n is None or isinstance(n, NamedSharding | PartitionSpec)
     )
+    # a None beside a None of the parameters, as in trees of equinox.partition, is of no parameter
+    result = [
+        (path, x) for path, x in result if x is not None or trees.path_name(path) in set(names)
+    ]
     other = [trees.path_name(path) for path, _ in result]
     if differs := trees.difference(names, other):
         raise ValueError(
