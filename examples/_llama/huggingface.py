@@ -261,8 +261,9 @@ def load(
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
         for i in range(model.shape.layers):
-            own = read(path.replace(LAYERS, f"{LAYERS}/{i}", 1), like.dtype)
-            stack = put(stack, jax.device_put(own, sharding), i)
+            tensor = read(path.replace(LAYERS, f"{LAYERS}/{i}", 1), like.dtype)
+            stack = put(stack, jax.device_put(tensor, sharding), i)
+            stack.block_until_ready()  # tensors that are read ahead would wait in memory
         return stack
 
     if shardings is None:

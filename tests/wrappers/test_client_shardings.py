@@ -303,7 +303,7 @@ def test_specs_of_a_partitioned_tree():
     params = {"w": jnp.ones((64, 128)), "activation": None}
     specs = {"w": P("fsdp"), "activation": None}
     shardings = state_shardings(made(), params, specs, mesh=mesh(fsdp=8))
-    assert shardings.mu["w"].spec == P("fsdp")
+    assert shardings.mu["w"].spec == P("fsdp", None)
 
 
 def test_a_sharding_of_another_kind_is_refused_by_its_path():
