@@ -50,8 +50,8 @@ def _losses(rows: Rows) -> Iterator[tuple[list[str], Rows]]:
             continue
         means = [statistics.mean(values) for values in (pair.plain, pair.ours)]
         size = pair.size.partition(", ")[2]
-        margin = f"a margin of {measure.margin.size:g} %"
-        name = f"held-out loss, {model}, {size}: {found.verdict}, by {margin}"
+        result = f"{found.verdict} within {measure.margin.size:g} %"
+        name = f"held-out loss, {model}, {size}: {result}"
         yield [name, *(f"{mean:.4f}" for mean in means), f"{means[1] / means[0]:.4f}"], found.rows
         if found.verdict != UNDECIDED:
             return
