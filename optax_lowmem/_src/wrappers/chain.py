@@ -60,7 +60,8 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
                 )
         return linked.init(params)
 
-    return Chain(init, functools.partial(_update, transformations))
+    update = functools.partial(_update, transformations)
+    return Chain(init, functools.update_wrapper(update, chain))  # errors name it
 
 
 def _update(
