@@ -1,5 +1,7 @@
 """optax.named_chain, whose state is a dict in the order of its links, is a chain."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,3 +92,9 @@ def test_a_transformation_that_passed_through_tree_functions(chained):
         strict=True,
     ):
         assert (one == other).all()
+
+
+def test_the_signature_of_a_chain():
+    """Programs look at it for the arguments that `update` takes."""
+    update = lowmem.chain(lowmem.flash_adamw(1e-2)).update
+    assert list(inspect.signature(update).parameters) == ["updates", "state", "params", "extra"]

@@ -1,6 +1,5 @@
 """`chain` with f32 gradients between links, and `step`."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,27 +59,25 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
                 )
         return linked.init(params)
 
-    update = functools.partial(_update, transformations)
-    return Chain(init, functools.update_wrapper(update, chain))  # errors name it
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        return _run(transformations, updates, state, params, _update_last, extra)
 
-
-def _update(
-    links: tuple[optax.GradientTransformation, ...],
-    updates: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params | None = None,
-    **extra: Any,
-) -> tuple[optax.Updates, optax.OptState]:
-    return _run(links, updates, state, params, _update_last, extra)
+    update.links = transformations  # type: ignore[attr-defined]
+    return Chain(init, update)
 
 
 class Chain(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
-    """A chain, whose `update` has its links for `step`."""
+    """A chain that stores its links for `step`, on its function: tree functions keep these."""
 
     @property
     def links(self) -> tuple[optax.GradientTransformation, ...]:
         """Return the links."""
-        links: tuple[optax.GradientTransformation, ...] = self.update.args[0]
+        links: tuple[optax.GradientTransformation, ...] = self.update.links
         return links
 
 
