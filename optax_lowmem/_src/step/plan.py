@@ -323,6 +323,22 @@ def plan_leaves(
     return plans
 
 
+def describe_block(
+    decision: context.Decision, block: Block, configured: bool = True
+) -> context.Decision:
+    """Return the decision about a block-wise slot, with the form of its block and its reasons.
+
+    Args:
+      decision: from `decide_slot`.
+      block: the block.
+      configured: whether the slot has a codec, so that there is a reason if it is not compressed.
+    """
+    form = f"{decision.form or 'f32'}, {block.description or 'a value a block'}"
+    why = decision.reason if configured and decision.codec is None else ""
+    reason = "; ".join(filter(None, [block.reason, why]))
+    return dataclasses.replace(decision, form=form, reason=reason, block=block)
+
+
 def _plan_slot(
     storage: Storage,
     slot: Slot,
@@ -344,10 +360,7 @@ def _plan_slot(
     kept = decision.codec
     dtype = kept.dtype if kept else jnp.dtype(plain_dtype or jnp.float32)
     if slot.shared and block is not None:
-        form = f"{decision.form or 'f32'}, {block.description or 'a value a block'}"
-        why = decision.reason if codec and not kept else ""
-        reason = "; ".join(filter(None, [block.reason, why]))
-        decision = dataclasses.replace(decision, form=form, reason=reason, block=block)
+        decision = describe_block(decision, block, configured=codec is not None)
     context.record(decision)
     return SlotPlan(name, kept, dtype, decision.stochastic)
 

@@ -19,7 +19,7 @@ from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.compiled import compiled, each, is_free
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
 from optax_lowmem._src.step.masters import splits_masters
-from optax_lowmem._src.step.plan import ELEMENTWISE_FOUR_BITS, decide_slot
+from optax_lowmem._src.step.plan import ELEMENTWISE_FOUR_BITS, decide_slot, describe_block
 from optax_lowmem._src.step.storage import check_codec
 from optax_lowmem._src.wrappers.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 
@@ -268,9 +268,9 @@ class Compressor:
           block: the `Block` of a block-wise slot, if `init` recorded one.
         """
         shape, several = tuple(leaf.shape), slot.codec.codes_per_byte
-        refused = unpackable = None
+        refused = None
         if several > 1 and shape != weight:
-            refused = unpackable = (
+            refused = (
                 f"its values have shape {shape} and its parameter {weight}: their number cannot be "
                 f"inferred from bytes with {several} codes"
             )
@@ -280,14 +280,10 @@ class Compressor:
             path, weight if slot.flattened(shape, weight) else shape, slot.name, slot.codec,
             self.group_size, self._stochastic(slot), self.policy, masked_out, stored, refused,
         )  # fmt: skip
-        compressed = decision.codec is not None
-        if block is not None:  # described as by optimizers that store block-wise slots themselves
-            form = f"{decision.form or 'f32'}, {block.description or 'a value a block'}"
-            why = "" if compressed else decision.reason
-            reason = "; ".join(filter(None, [block.reason, unpackable, why]))
-            decision = dataclasses.replace(decision, form=form, reason=reason, block=block)
+        if block is not None:
+            decision = describe_block(decision, block)
         context.record(decision)
-        return compressed
+        return decision.codec is not None
 
     def _masked(self, params: optax.Params) -> set[str]:
         return self.policy.masked_out(params) if jax.tree.leaves(params) else set()
