@@ -41,7 +41,7 @@ def unsupported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | Non
         return "its heads are on several devices"
     if not plan.shape:
         return "a 0-d leaf has no shards"
-    return place.cut_groups(plan.shape, plan.group_size) if plan.quantized or plan.noisy else None
+    return place.cut_groups(plan.shape, plan.group_size) if plan.in_groups else None
 
 
 def _block_specs(plan: LeafPlan, place: Placement) -> Any:
@@ -114,6 +114,5 @@ def _specs_of(state: LeafState, spec: PartitionSpec) -> LeafState:
 
 
 def _part_key(plan: LeafPlan, place: Placement, key: jax.Array) -> jax.Array:
-    """Return the key of this device's shard; the last axis counts groups."""
-    sizes = [*plan.shape[:-1], plan.shape[-1] // plan.group_size if place.parts(-1) > 1 else 0]
-    return random.key_of_part(key, *place.starts(sizes))
+    """Return the key of this device's shard."""
+    return random.key_of_part(key, *place.starts(plan.part_sizes(place.parts(-1) > 1)))

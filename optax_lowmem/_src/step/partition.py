@@ -81,9 +81,8 @@ class StepPartition(Partition):
             local = dataclasses.replace(plan, shape=cut.local(plan.shape))
             for j in owners:
                 tiles[j] = _like(plan, cut, self._shapes[j], count)
-            last = local.shape[-1] // plan.group_size if cut.parts[-1] > 1 else 0
             parts.append(local)
-            starts.append(cut.starts([*local.shape[:-1], last]))
+            starts.append(cut.starts(local.part_sizes(cut.parts[-1] > 1)))
 
         def work(*arrays: jax.Array) -> list[jax.Array]:
             leaves, scalars, keys = jax.tree.unflatten(self._treedef, arrays)
@@ -123,10 +122,6 @@ class StepPartition(Partition):
         )
 
 
-def _grouped(plan: LeafPlan) -> bool:
-    return plan.quantized or plan.noisy  # random bits are of groups too
-
-
 def _cuts(plan: LeafPlan, d: int, parts: int) -> bool:
     """Return whether so many parts of a dimension would not be whole: of groups, of heads."""
     size = plan.shape[d]
@@ -135,7 +130,7 @@ def _cuts(plan: LeafPlan, d: int, parts: int) -> bool:
     heads = plan.block.fit(plan.shape).heads if plan.block is not None else None
     if heads and heads[0] == d:
         return parts > 1
-    last = d == len(plan.shape) - 1 and parts > 1 and _grouped(plan)
+    last = d == len(plan.shape) - 1 and parts > 1 and plan.in_groups
     return last and (size // parts) % plan.group_size != 0
 
 
@@ -176,7 +171,7 @@ class _Factors:
         self.shape, self.prefix = plan.shape, prefix
         self.sizes: dict[str, int] = {}
         self.rest = [f"{prefix}{d}" for d in range(len(rest))]
-        size = plan.group_size if _grouped(plan) else 1
+        size = plan.group_size if plan.in_groups else 1
         self.groups = group_count(last, size) if last % size == 0 else 1
 
     def of(self, shape: tuple[int, ...], whole: list[str]) -> ArrayMapping:

@@ -128,6 +128,18 @@ class LeafPlan:
         return self.stochastic or self.stochastic_master
 
     @property
+    def in_groups(self) -> bool:
+        """Return whether shards must consist of whole groups: of codes, or of random bits."""
+        return self.quantized or self.noisy
+
+    def part_sizes(self, cuts_last: bool) -> list[int]:
+        """Return the sizes of a shard, whose plan this is, in the coordinates of random bits.
+
+        The last axis counts groups; its shards begin at 0 unless it `cuts_last`.
+        """
+        return [*self.shape[:-1], self.shape[-1] // self.group_size if cuts_last else 0]
+
+    @property
     def storage(self) -> list[StoredSlot]:
         """Shapes and dtypes of `slots` as stored; without a codec, scales are 0-d placeholders."""
         return [
