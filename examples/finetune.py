@@ -31,7 +31,13 @@ import optax
 
 try:
     import matplotlib
-    from _gpt.arguments import compute_dtype, positive
+    from _gpt.arguments import (
+        INTERRUPTED,
+        OUT_OF_MEMORY,
+        compute_dtype,
+        is_out_of_memory,
+        positive,
+    )
     from _gpt.train import check_implementation
     from _llama import huggingface
     from _llama.config import FULL, NONE, PLAIN, Settings
@@ -55,8 +61,6 @@ except ModuleNotFoundError as error:
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint, memory, plan
 
-OUT_OF_MEMORY, INTERRUPTED = 3, 130  # exit codes
-_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
 SCHEDULES = ("cosine", "linear", "constant")
 # what a resumed run may change
 _FREE = ("resume", "until", "save_every", "micro_batch", "budget", "prompt", "tokens",
@@ -423,7 +427,7 @@ def main(arguments: list[str] | None = None) -> Run:
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None
     except jax.errors.JaxRuntimeError as error:
-        if not any(words in str(error) for words in _NO_MEMORY):
+        if not is_out_of_memory(error):
             raise
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
         told = advice(args, limit) if args.optimizer in lowmem.OPTIMIZERS else str(error)

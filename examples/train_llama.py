@@ -28,8 +28,11 @@ import jax
 
 try:
     from _gpt.arguments import (
+        INTERRUPTED,
+        OUT_OF_MEMORY,
         add_common,
         compute_dtype,
+        is_out_of_memory,
         positive,
         preset_values,
         rate_factors,
@@ -67,9 +70,6 @@ except ModuleNotFoundError as error:
     raise SystemExit(
         f"train_llama.py needs {error.name}: pip install '.[examples]' in the clone"
     ) from None
-
-OUT_OF_MEMORY, INTERRUPTED = 3, 130  # exit codes
-SAID_SO = ("RESOURCE_EXHAUSTED", "Out of memory")  # on a CPU only the latter
 
 
 def positive_or_auto(text: str) -> int | str:
@@ -291,7 +291,7 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
             say(f"resumed at step {first}")
         train_run(run, program, batches, settings, args, console)
     except jax.errors.JaxRuntimeError as error:
-        if not any(words in str(error) for words in SAID_SO):
+        if not is_out_of_memory(error):
             raise
         run = None
     if run is None:

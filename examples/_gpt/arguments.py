@@ -1,4 +1,4 @@
-"""Command-line options that the examples share."""
+"""Command-line options and exit codes that the examples share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+OUT_OF_MEMORY, INTERRUPTED = 3, 130  # exit codes
+
+
+def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+    """Whether XLA raised it for a lack of memory; on a CPU it has the second text only."""
+    return any(text in str(error) for text in ("RESOURCE_EXHAUSTED", "Out of memory"))
 
 
 def positive(text: str) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -46,8 +47,9 @@ class Contents:
 
         return optax.GradientTransformation(init, self.inner.update)
 
-    @property
+    @functools.cached_property
     def state(self) -> Any:
+        """The optimizer's state, with `rest`."""
         return {"opt_state": self.opt_state, "rest": jax.tree.map(_array, self.rest)}
 
     @property
@@ -56,8 +58,8 @@ class Contents:
         whole = replicated((self.params, self.state))
 
         def of(leaf: Any) -> Sharding:
-            own = getattr(leaf, "sharding", None)
-            return own if own and own.device_set == whole.device_set else whole
+            sharding = getattr(leaf, "sharding", None)
+            return sharding if sharding and sharding.device_set == whole.device_set else whole
 
         return jax.tree.map(of, self.state)
 

@@ -1,4 +1,4 @@
-"""What passes through optax's wrappers: decisions and masters of an `init`, arguments of a step.
+"""Context passed through optax's wrappers: decisions and masters of `init`, arguments of a step.
 
 optax wrappers hide the transformations inside them, and their states hold arrays only. While a tree
 of transformations is initialised, ours report their decisions here (for `explain` and the memory

@@ -9,7 +9,7 @@ from optax_lowmem._src.wrappers import chain
 
 
 class _Sum:
-    """What is added to a parameter: the sum is already known."""
+    """An update whose sum with its parameter is already computed."""
 
     def __init__(self, new: jax.Array):
         self.new, self.shape, self.dtype = new, new.shape, new.dtype

@@ -169,13 +169,12 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
     weights = jax.tree.map(small, params)
     with context.recording():  # without the warnings of a user's `init`
         state = tx.init(weights)
-    fast = weights.fast if isinstance(weights, optax.LookaheadParams) else weights
+    fast = _fast(weights)
     grads = jax.tree.map(lambda w: jnp.full(w.shape, 0.5, jnp.float32), fast)
     with context.emitting() as emitted:
         # under jit, values of branches (MultiSteps, cond) are tracers that must not leave them
         with jax.disable_jit():
-            final = _updates(tx, grads, state, weights, fast)
-    final = final.fast if isinstance(final, optax.LookaheadParams) else final
+            final = _fast(_updates(tx, grads, state, weights, fast))
     # values may be equal by chance (a schedule that starts at 1): in a chain, compare identity
     untouched = _follows_split(state, _PASSING, ours=False, otherwise=False)
     in_some_steps = _in_some_steps(state)
@@ -190,6 +189,11 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
         for path, update in trees.named_leaves(final)
         if path in emitted and differs(update, emitted[path])
     ]
+
+
+def _fast(tree: Any) -> Any:
+    """Return what the optimizer inside `optax.lookahead` steps; other trees unchanged."""
+    return tree.fast if isinstance(tree, optax.LookaheadParams) else tree
 
 
 def _updates(
