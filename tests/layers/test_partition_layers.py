@@ -25,6 +25,7 @@ from optax_lowmem._src.noise import kernels_triton as noise_triton  # noqa: E402
 from optax_lowmem._src.quantized_matmul import dispatch, mosaic, plain, triton  # noqa: E402
 from optax_lowmem._src.quantized_matmul.plain import Quantized  # noqa: E402
 from optax_lowmem.layers import fp8_flow  # noqa: E402
+from tests import tolerances as tol  # noqa: E402
 from tests.compilation import SAME_BITS  # noqa: E402
 from tests.layers.test_switchback_sharding import LAYOUTS as OF_PRODUCTS  # noqa: E402
 from tests.layers.test_switchback_sharding import collectives  # noqa: E402
@@ -212,7 +213,8 @@ def test_switchback(layout, variant, format, twins):
     of_x, of_w, of_g = (P(*(axis and "a" for axis in spec)) for spec in OF_PRODUCTS[layout])
     tokens, inputs, outputs = 64, 32, 48
     dot_general = layers.switchback_dot_general(variant, format)
-    x, w, g = drawn(tokens, inputs), drawn(inputs, outputs, seed=1), drawn(tokens, outputs, seed=2)
+    shapes = (tokens, inputs), (inputs, outputs), (tokens, outputs)
+    x, w, g = (drawn(*shape, dtype=jnp.float32, seed=i) for i, shape in enumerate(shapes))
 
     def step(x, w, g):
         y, pull = jax.vjp(lambda x, w: dot_general(x, w, (((1,), (0,)), ((), ()))), x, w)
@@ -221,7 +223,7 @@ def test_switchback(layout, variant, format, twins):
     specs = (of_x, of_w, of_g), (of_g, of_x, of_w)
     program, found, alone = run(step, (x, w, g), (8,), *specs)
     for a, b in zip(found, alone, strict=True):
-        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7, atol=1e-3)
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=tokens * tol.F32_EPS)
     assert "multiply" in taken(program)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partitioned, "available", lambda: False)
