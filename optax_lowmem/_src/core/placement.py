@@ -71,13 +71,7 @@ class Placement:
 
     def cut_groups(self, shape: tuple[int, ...], group_size: int) -> str | None:
         """Describe how shards cut through groups of the last axis; None if they do not."""
-        length = shape[-1] // self.parts(-1)
-        if self.parts(-1) == 1 or length % group_size == 0:
-            return None
-        return (
-            f"shards of {length} on the last axis, but groups of {group_size}: some groups span "
-            "two devices"
-        )
+        return groups.cut_reason(shape[-1], self.parts(-1), group_size)
 
     def cuts_some(self, shape: tuple[int, ...], group_sizes: Iterable[int]) -> bool:
         """Return whether shards cut through groups of any of these sizes."""

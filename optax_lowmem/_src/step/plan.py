@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.codecs import GroupCodec, MasterSplit, StoredSlot, master_split
-from optax_lowmem._src.core import context, trees
+from optax_lowmem._src.core import context, groups, trees
 from optax_lowmem._src.core.block import Block, BlockStructure
 from optax_lowmem._src.core.policy import Policy
 from optax_lowmem._src.step.matrix_axes import Matrices, MatrixAxes
@@ -131,6 +131,17 @@ class LeafPlan:
     def in_groups(self) -> bool:
         """Return whether shards must consist of whole groups: of codes, or of random bits."""
         return self.quantized or self.noisy
+
+    def cut_reason(self, d: int, parts: int) -> str | None:
+        """Return why so many parts of a dimension cannot be stepped separately, or None."""
+        if self.shape[d] % parts:
+            return f"{parts} parts do not divide dimension {d} ({self.shape[d]})"
+        heads = self.block.fit(self.shape).heads if self.block is not None else None
+        if heads and heads[0] == d and parts > 1:
+            return "its heads are on several devices"
+        if d < len(self.shape) - 1 or not self.in_groups:
+            return None
+        return groups.cut_reason(self.shape[d], parts, self.group_size)
 
     def part_sizes(self, cuts_last: bool) -> list[int]:
         """Return the sizes of a shard, whose plan this is, in the coordinates of random bits.
