@@ -231,7 +231,7 @@ def test_small_outputs_are_computed_in_calls_that_xla_keeps():
     compiled = jax.jit(functools.partial(lowmem.step, tx)).lower(grads, state, params).compile()
     calls = [line for line in compiled.as_text().splitlines() if " call(" in line]
     kept = [line for line in calls if 'inlineable="false"' in line]
-    assert len(kept) == 4  # the leaf, its noise, {weight, correction, mu} and nu
+    assert len(kept) == 4  # the leaf, its seeds, {weight, correction, mu} and nu
 
 
 # ---- a clipping before the step --------------------------------------------------------------

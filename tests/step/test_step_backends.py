@@ -132,11 +132,11 @@ def lies_on_tpus(shape):
 def launch_on_tpu(rule, plans, leaves, names, scalars, keys, numbers, tile, interpret=True):
     """As `launch_cases.launch` takes it: a launch for each leaf, as plain JAX."""
     row_keys, lane_keys = random.row_and_lane_keys(keys[numbers], rank=1)
-    bits = pallas_tpu.register_bits(lane_keys, plans[0].group_size)
+    seeds = pallas_tpu.register_seeds(lane_keys, plans[0].group_size)
     own = [scalars[i % len(scalars)] for i in range(len(plans))]
     return [
         pallas_tpu.launch(rule, plan, leaf, names, h, key, lanes, tile.elements, interpret)
-        for plan, leaf, h, key, lanes in zip(plans, leaves, own, row_keys, bits, strict=True)
+        for plan, leaf, h, key, lanes in zip(plans, leaves, own, row_keys, seeds, strict=True)
     ]
 
 
