@@ -94,7 +94,7 @@ def step_tile(
     `plan` may be that of any leaf in the launch, since they differ only in shape, which is unused.
     """
     lanes = leaf.g.shape[-1]
-    layout, correction = reference.Tile(lanes, lanes), leaf.state.correction
+    layout, correction = reference.TileLayout(lanes, lanes), leaf.state.correction
     moved, values = reference.advance(rule, plan, leaf, h, layout)
     if leaf.p is not None:
         # the weight even if the step returns updates: XLA fuses the update with its consumer

@@ -57,7 +57,7 @@ class Layout:
         return codec.pack(codes)
 
 
-class Tile(Layout):
+class TileLayout(Layout):
     """Layout of a kernel's tile, [groups, lanes]: each row is one group."""
 
     def to_groups(self, x: jax.Array) -> jax.Array:

@@ -83,7 +83,7 @@ def _parts(plan: LeafPlan) -> Sequence[Block]:
     return plan.block.fit(plan.shape).parts if plan.block else ()
 
 
-def _kernel(
+def _step_program(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
     tilings: Sequence[Tiling],
@@ -124,7 +124,7 @@ def _kernel(
             pairs = zip(of_block, jax.tree.leaves(read.of_block), strict=True)
             values = product([place.load_of_block(x, at) for at, x in pairs])
             leaf = leaf._replace(of_block=values)
-        result = _step(rule, plan, program.approximations, leaf, h, seeds)
+        result = _step_tile(rule, plan, program.approximations, leaf, h, seeds)
         _store(place, of_slots, into, result)
 
     program.with_one(position, starts, choose, run)
@@ -132,7 +132,7 @@ def _kernel(
 
 # jitted so that equal tiles are traced once for all leaves and launches; the lowering inlines it
 @functools.partial(jax.jit, static_argnames=("rule", "plan", "approximations"))
-def _step(
+def _step_tile(
     rule: UpdateRule,
     plan: LeafPlan,
     approximations: numerics.Approximations | None,
@@ -204,15 +204,15 @@ def launch(
       tile: size of a tile, and its warps.
       backend: as in `gpu_kernel.launch`.
     """
-    shared = [_shared(plan, tile) if backend == "triton" else None for plan in plans]
+    codes = [_code_of(plan, tile) if backend == "triton" else None for plan in plans]
     most = _MAX_POINTERS // (2 * len(jax.tree.leaves(leaves[0])) + 1)
     results: dict[int, Result] = {}
-    for kind in dict.fromkeys(shared):
-        alike = [i for i, other in enumerate(shared) if other == kind]
+    for kind in dict.fromkeys(codes):
+        alike = [i for i, other in enumerate(codes) if other == kind]
         for first in range(0, len(alike), most):
             batch = alike[first : first + most]
             whole = len(batch) == len(plans)
-            result = _launch(
+            result = _launch_together(
                 rule,
                 [plans[i] for i in batch],
                 [leaves[i] for i in batch],
@@ -227,14 +227,14 @@ def launch(
     return [results[i] for i in range(len(plans))]
 
 
-def _shared(plan: LeafPlan, tile: Tile) -> tuple[tiles.Form, tuple[bool, ...]]:
+def _code_of(plan: LeafPlan, tile: Tile) -> tuple[tiles.Form, tuple[bool, ...]]:
     """Return what leaves have in common if they share the code of generated Triton."""
     tiling = Tiling(plan.shape, plan.group_size, tile.elements)
     within = tuple(tiles.within_groups(tiling, part) for part in _parts(plan))
     return tiles.Form.of([tiling])._replace(masked=True), within
 
 
-def _launch(
+def _launch_together(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
     leaves: Sequence[Leaf],
@@ -259,7 +259,7 @@ def _launch(
     row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
     lane_seeds = random.lane_seeds(lane_keys[:, None], lanes)
     outputs = gpu_kernel.launch(
-        functools.partial(_kernel, rule, plans, tilings, names),
+        functools.partial(_step_program, rule, plans, tilings, names),
         [scalars, row_keys, lane_seeds, leaf_numbers, viewed],
         results,
         (sum(tiling.tiles for tiling in tilings),),

@@ -204,21 +204,21 @@ def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> lis
     lane_seeds = register_seeds(lane_keys, group_size)
     results = []
     for i, number in enumerate(batch.numbers):
-        launched = functools.partial(_launched, rule, batch.plans[i], elements)
-        plain = functools.partial(_plain, rule, batch.plans[i])
+        by_kernel = functools.partial(_step_by_kernel, rule, batch.plans[i], elements)
+        by_xla = functools.partial(_step_by_xla, rule, batch.plans[i])
         keys = batch.keys[number], row_keys[number], lane_seeds[number]
         arrays = batch.leaf(i), batch.h(i), keys
         if batch.implementation is None:
-            results.append(with_fallback("tpu", launched, plain, *arrays))
+            results.append(with_fallback("tpu", by_kernel, by_xla, *arrays))
         else:
-            results.append(launched(*arrays))
+            results.append(by_kernel(*arrays))
     return results
 
 
 Keys = tuple[jax.Array, jax.Array, jax.Array]  # a leaf's key, its key of R, its lanes' bits C
 
 
-def _launched(
+def _step_by_kernel(
     rule: UpdateRule,
     plan: LeafPlan,
     elements: int,
@@ -233,7 +233,7 @@ def _launched(
     return result._replace(update=reference.emit(plan, leaf.p, result.update))
 
 
-def _plain(
+def _step_by_xla(
     rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Mapping[str, jax.Array], keys: Keys
 ) -> Result:
     with scope([plan.path], "xla"):
