@@ -58,7 +58,7 @@ CASES |= {
     for name, record in lowmem.OPTIMIZERS.items()
     if type(record.rule) not in _KNOWN
 }
-# shared second moments in codes too
+# block-wise second moments in codes too
 STORAGE = functools.partial(lowmem.Storage, nu=codecs.sqrt(), policy=lowmem.Policy(min_size=0))
 FAST = {
     ("adamw", 24, jnp.bfloat16),
