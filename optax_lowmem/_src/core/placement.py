@@ -185,6 +185,15 @@ def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | Abstract
     return mesh
 
 
+def replicated(tree: object) -> jax.sharding.Sharding:
+    """Return the replicated sharding on the devices of the array that has most of them."""
+    given = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    most = max((s for s in given if s), key=lambda s: len(s.device_set), default=None)
+    if isinstance(most, NamedSharding):
+        return NamedSharding(most.mesh, PartitionSpec())
+    return most or jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
+
+
 def sharding_leaves(params: optax.Params, shardings: object) -> list[Sharding]:
     """Return the leaves of a tree of shardings: NamedShardings, PartitionSpecs or None.
 
