@@ -1,8 +1,7 @@
 """Scalars per leaf: RMS_t of gradients, norms of the master weights and their drift."""
 
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,39 +9,17 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.codecs import StoredSlot, decode_array
-from optax_lowmem._src.core import numerics, trees
+from optax_lowmem._src.core import numerics, patterns, trees
 from optax_lowmem._src.core.clipping import rms_of_ratio
 from optax_lowmem._src.core.hyperparameters import as_f32, check_decay, check_range, decay_at
 from optax_lowmem._src.step.masters import master_params
 from optax_lowmem._src.step.storage import Storage
 
-L = TypeVar("L")
 
-
-def chosen(named: Sequence[tuple[str, L]], patterns: Sequence[str]) -> list[tuple[str, Any]]:
-    """Return the (path, leaf) pairs that match any pattern, in order.
-
-    Args:
-      named: (path, leaf) pairs.
-      patterns: globs such as `"*embed*"`.
-
-    Raises:
-      TypeError: for a string instead of a sequence of strings.
-      ValueError: for a pattern that no path matches.
-    """
-    if isinstance(patterns, str):
-        raise TypeError(
-            f"leaves must be a tuple of patterns, got the string {patterns!r}: write "
-            f"leaves=({patterns!r},)"
-        )
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(path, pattern) for path, _ in named):
-            names = ", ".join(path for path, _ in named[:5])
-            raise ValueError(
-                f"no leaf matches the pattern {pattern!r}: the leaves are {names or 'none'}"
-                + (", ..." if len(named) > 5 else "")
-            )
-    return [pair for pair in named if any(fnmatch.fnmatchcase(pair[0], glob) for glob in patterns)]
+def _chosen(named: Sequence[tuple[str, Any]], leaves: Sequence[str]) -> dict[str, Any]:
+    """Return the leaves that match any of some glob patterns, each of which must match one."""
+    chosen = patterns.matching("leaves", leaves, [path for path, _ in named])
+    return {path: leaf for path, leaf in named if path in chosen}
 
 
 # ---- RMS_t ---------------------------------------------------------------------------------------
@@ -123,7 +100,7 @@ def rms(
     moments, scales = _moments(state), _scales(state)
     named = [(path, g) for path, g in trees.named_leaves(gradients) if path in moments and g.size]
     results = {}
-    for path, g in chosen(named, leaves):
+    for path, g in _chosen(named, leaves).items():
         nu, count = moments[path]
         nu, stored = _checked(path, g, nu, scales.get(path), storage)
         g, nu, stored = _sampled(sample, g, nu, stored)
@@ -232,7 +209,7 @@ def norms(
       >>> {f"norm/{path}": float(norm) for path, norm in now.items()}
       {'norm/block/w': 32.0}
     """
-    weights = dict(chosen(trees.named_leaves(params), leaves))
+    weights = _chosen(trees.named_leaves(params), leaves)
     masters = master_params(weights, () if state is None else state)
     return {path: jnp.sqrt(jnp.sum(jnp.square(masters[path]))) for path in weights}
 
