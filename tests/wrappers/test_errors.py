@@ -238,6 +238,8 @@ ARGUMENTS = {
         CODEC: [
             lambda: Storage(mu="softsign"), lambda: compressed(mu=codecs.softsign),
             lambda: Storage(mu=8)],
+        "Policy.mask is a tree of bools or .* got 'kernel': write exclude=..*kernel.*',.$": [
+            lambda: Policy(mask="kernel")],
         r"policy takes a lowmem\.Policy": [lambda: Storage(policy=("*bias",))],
         "prepare must be a function of the parameters or None, got 3": [
             lambda: lowmem.value_and_grad(updated, 2, 3)],
@@ -364,6 +366,19 @@ def test_unsigned_codec_for_a_signed_slot(codec):
         adan.init(weights(jnp.float32))
     with raises(r"slot 'EmaState\.ema' has " + UNSIGNED.format(codec.name)):
         lowmem.compand_momentum(0.9, codec=codec).init(weights(jnp.float32))
+
+
+@pytest.mark.parametrize("mask", ["kernel", ("kernel", "scale"), {"block": "kernel"}], ids=str)
+def test_a_mask_of_names_is_refused_with_one_that_works(mask):
+    for make, name in (
+        (lowmem.flash_adamw, "mask"),
+        (lowmem.flash_muon, "weight_decay_mask"),
+        (functools.partial(lowmem.flash_sgd, weight_decay=0.1), "mask"),
+    ):
+        with pytest.raises(TypeError, match="mask of weight decay is a tree of bools") as error:
+            make(1e-3, **{name: mask})
+        by_name = eval(str(error.value).split("such as ")[1], {"jax": jax})
+        assert by_name(weights()) == {"block": {"kernel": True}, "norm": False}
 
 
 def test_what_is_taken_all_the_same():

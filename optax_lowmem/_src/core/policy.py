@@ -11,7 +11,7 @@ import optax
 
 from optax_lowmem._src.core import context, patterns, varying
 from optax_lowmem._src.core.reprs import ShowsChanges
-from optax_lowmem._src.core.trees import holds, mask_values, named_leaves
+from optax_lowmem._src.core.trees import check_mask, holds, mask_values, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Policy(ShowsChanges):
     def __post_init__(self) -> None:
         if not isinstance(self.min_size, int) or self.min_size < 0:
             raise ValueError(f"Policy.min_size is a number of elements >= 0, got {self.min_size!r}")
+        check_mask("Policy.mask", self.mask, "exclude=('*{}*',)")
         # a list would not be hashable
         object.__setattr__(self, "exclude", patterns.checked("Policy.exclude", self.exclude))
 
