@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lowmem._src.codecs import StoredSlot, decode_array
+from optax_lowmem._src.codecs import GroupCodec, StoredSlot, decode_array
 from optax_lowmem._src.core import numerics, patterns, trees
 from optax_lowmem._src.core.clipping import rms_of_ratio
 from optax_lowmem._src.core.hyperparameters import as_f32, check_decay, check_range, decay_at
 from optax_lowmem._src.step.masters import master_params
-from optax_lowmem._src.step.storage import Storage
+from optax_lowmem._src.step.storage import Storage, codec_of
 
 
 def _chosen(named: Sequence[tuple[str, Any]], leaves: Sequence[str]) -> dict[str, Any]:
@@ -99,13 +99,14 @@ def rms(
         raise ValueError(f"sample must be a number of elements, at least 1, got {sample!r}")
     moments, scales = _moments(state), _scales(state)
     named = [(path, g) for path, g in trees.named_leaves(gradients) if path in moments and g.size]
+    codec, size = codec_of("nu", storage.nu, signed=False), storage.group_size
     results = {}
     for path, g in _chosen(named, leaves).items():
         nu, count = moments[path]
-        nu, stored = _checked(path, g, nu, scales.get(path), storage)
+        nu, stored = _checked(path, g, nu, scales.get(path), codec, size)
         g, nu, stored = _sampled(sample, g, nu, stored)
-        if stored is not None and storage.nu is not None:
-            nu = decode_array(storage.nu, nu, stored, storage.group_size, g.shape[-1])
+        if stored is not None and codec is not None:
+            nu = decode_array(codec, nu, stored, size, g.shape[-1])
         u = numerics.widen(nu)
         if count is not None:
             u /= decay_at("b2", b2, count - 1).correction
@@ -145,10 +146,14 @@ def _scales(state: optax.OptState) -> dict[str, jax.Array]:
 
 
 def _checked(
-    path: str, g: jax.Array, nu: jax.Array, scales: jax.Array | None, storage: Storage
+    path: str,
+    g: jax.Array,
+    nu: jax.Array,
+    scales: jax.Array | None,
+    codec: GroupCodec | None,
+    size: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return `nu` and its scales (None if it is not compressed), checked against `storage`."""
-    codec, size = storage.nu, storage.group_size
+    """Return `nu` and its scales (None if it is not compressed), checked against its storage."""
     is_code = nu.dtype in (jnp.int8, jnp.uint8)
     wanted = codec.storage(g.shape, size) if codec is not None and is_code and g.ndim else None
     if nu.shape not in (g.shape, wanted and wanted.codes.shape):
