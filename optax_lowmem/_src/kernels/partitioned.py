@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import itertools
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -161,7 +162,7 @@ def can_lower(module: Any) -> bool:
     """Return whether a call can be partitioned in a program that is lowered."""
     count = getattr(module.axis_context, "num_devices", None)
     exported = module.lowering_parameters.for_export
-    return available() and not exported and 0 < (count or 0) <= jax.device_count()
+    return available() and not exported and count is not None
 
 
 def lower(
@@ -187,8 +188,9 @@ def lower(
         sharding_rule=partition.rule(),
     )
     # Stand-ins of the program's devices, of which only the number counts: a program need not have
-    # one mesh, nor devices.
-    stand_ins = ShardingContext(count, tuple(jax.devices()[:count]), None)
+    # one mesh, nor devices of this machine.
+    devices = itertools.islice(itertools.cycle(jax.devices()), count)
+    stand_ins = ShardingContext(count, tuple(devices), None)
     inner = ctx.replace(module_context=module.replace(axis_context=stand_ins))
 
     def call(*args: jax.Array) -> list[jax.Array]:
