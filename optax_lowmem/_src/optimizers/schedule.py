@@ -78,7 +78,7 @@ def optimizer(
       rate_in_rule: the rule multiplies by the learning rate, h["rate"], before it updates its
         slots, as `optax.rmsprop` does before its momentum.
       slot_dtypes: dtypes of slots in leaves where they are not compressed.
-      structure: which elements share slots, for a rule with shared slots.
+      structure: which elements share slots, for a rule with block-wise slots.
       matrices: which leaves are matrices, for a rule that treats them differently.
       rates: other learning rates that `moments` reads, by name.
     """
