@@ -69,9 +69,10 @@ class StepPartition(Partition):
         return scope(*self._name)
 
     def cut(
-        self, given: Sequence[Tiles | None], count: int
+        self, given: Sequence[Tiles | None], wanted: Sequence[Tiles | None], count: int
     ) -> tuple[list[Tiles], list[Tiles], Callable[..., list[jax.Array]]]:
         """Cut each leaf, and give each part the key of its place in the leaf."""
+        del wanted  # results are cut as the arrays that they replace
         tiles = [Tiles.whole(len(shape), count) for shape in self._shapes]
         parts, starts = [], []
         for plan, owners, deciding in zip(self._plans, self._owners, self._deciding, strict=True):

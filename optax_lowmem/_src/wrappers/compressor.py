@@ -20,10 +20,10 @@ from optax_lowmem._src.core.compiled import compiled, each, is_free
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
 from optax_lowmem._src.step.masters import splits_masters
 from optax_lowmem._src.step.plan import ELEMENTWISE_FOUR_BITS, decide_slot, describe_block
-from optax_lowmem._src.step.storage import check_codec
+from optax_lowmem._src.step.storage import codec_of
 from optax_lowmem._src.wrappers.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 
-Select = Callable[[str, SlotFacts], GroupCodec | None]
+Select = Callable[[str, SlotFacts], GroupCodec | str | None]
 
 _BLOCKWISE = ("FlashAdamState", "nu")  # its shape may differ from the parameter's
 _DRAWN_AS = {"trace": "mu"}  # flash_sgd calls optax's trace mu; both draw the same random bits
@@ -175,8 +175,8 @@ class Compressor:
         kind = type(state).__name__
         if codec is not None and kind in REFUSED:
             raise ValueError(f"{kind}.{field} cannot be kept in 8 bits: {REFUSED[kind]}.")
+        codec = codec_of(f"{kind}.{field}", codec, known.signed)
         if codec is not None:
-            check_codec(f"{kind}.{field}", codec, known.signed)
             codec.check_group_size(self.group_size)
         return codec
 
