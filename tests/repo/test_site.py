@@ -93,6 +93,16 @@ def test_docstrings_are_rendered(site):
     assert ":math:" not in text and ".. math::" not in text
 
 
+def test_brackets_of_formulas_grow(site):
+    """None of fixed height is around a fraction or a root."""
+    opened, closed = (f'stretchy="false">&#x0002{digit};' for digit in "89")
+    small, formulas = re.compile(f"{opened}(?:(?!{closed}).)*<(?:mfrac|msqrt)"), []
+    for page in (page for page in PAGES if page.startswith("api/")):
+        formulas += re.findall("<math.*?</math>", html_of(site, page), re.DOTALL)
+    assert len(formulas) > 20 and any('fence="true"' in formula for formula in formulas)
+    assert not [formula for formula in formulas if small.search(formula)]
+
+
 def test_signatures_have_types(site):
     text = re.sub("<[^>]+>", "", html_of(site, "api/training.md"))
     assert "allow_rounding: bool = False" in text
