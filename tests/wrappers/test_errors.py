@@ -176,16 +176,17 @@ ARGUMENTS = {
         "every must be a number of micro-batches, at least 1, got": [
             functools.partial(lowmem.accumulate_gradients, optax.sgd(0.1), every, "bfloat16")
             for every in (0, -1, 2.0, True, "4")],
-        "into must be 'bfloat16' or 'moments', got 'float32'": [
+        "into must be one of bfloat16, moments, got 'float32'": [
             lambda: lowmem.accumulate_gradients(optax.sgd(0.1), 4, "float32")],
         "eps must be >= 0, got -0.1": [lambda: adamw(eps=-0.1)],
         "eps_root must be >= 0, got -0.1": [lambda: adamw(eps_root=-0.1)],
         "weight_decay must be >= 0, got -0.1": [lambda: adamw(weight_decay=-0.1)],
-        r"rounding must be one of \('\w+'(, '\w+')+\), got 'up'": [lambda: Storage(rounding="up")],
-        r"split must be one of \('\w+', '\w+'\), got 'kahan'": [lambda: Storage(split="kahan")],
+        "rounding must be one of stochastic, nearest, nu, embeddings, got 'up'": [
+            lambda: Storage(rounding="up")],
+        "split must be one of bits, ulp, got 'kahan'": [lambda: Storage(split="kahan")],
         r"update_dtype must be one of .*, got 'bfloat16'": [
             lambda: Storage(update_dtype="bfloat16")],
-        "rounding must be 'stochastic' or 'nearest', got 'up'": [
+        "rounding must be one of stochastic, nearest, got 'up'": [
             lambda: compressed(mu=SOFTSIGN, rounding="up")],
         "min_size is a number of elements >= 0, got": [
             lambda: Policy(min_size=-1), lambda: Policy(min_size=1.5)],
@@ -215,7 +216,7 @@ ARGUMENTS = {
             lambda: lowmem.inject_hyperparams(lowmem.flash_adamw)(
                 optax.linear_schedule(0.0, 1e-2, 10), decouple_lr=True).init(weights())],
         "pass decoupled=True": [lambda: lowmem.flash_sgd(0.1, decouple_lr=True)],
-        "implementation must be one of .*'xla'.* or None, got 'cuda'": [
+        "implementation must be one of .*xla.*, None, got 'cuda'": [
             lambda: lowmem.step(flash(), weights(), flash().init(weights()), weights(),
                                 implementation="cuda")],
     },

@@ -16,6 +16,7 @@ from optax_lowmem._src.core.hyperparameters import (
     Formula,
     as_f32,
     bias_correction,
+    check_choice,
     check_range,
     complement,
     following,
@@ -332,8 +333,7 @@ def flash_muon(
       States, 2025 (8-bit momentum); Amsel et al., The Polar Express, 2025 (coefficients);
       Boissin et al., Turbo-Muon, 2025 (four iterations).
     """
-    if preconditioning not in PRECONDITIONINGS:
-        raise ValueError(f"preconditioning must be one of {PRECONDITIONINGS}: {preconditioning!r}")
+    check_choice("preconditioning", preconditioning, PRECONDITIONINGS)
     check_range("beta", beta, 0.0, 1.0)
     check_range("adam_weight_decay", adam_weight_decay, 0.0)
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
