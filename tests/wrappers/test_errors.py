@@ -10,6 +10,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import Policy, Storage, codecs
+from optax_lowmem.flax import TrainState
 
 SOFTSIGN, SQRT = codecs.softsign(), codecs.sqrt()
 BOTH = {"mu": SOFTSIGN, "nu": SQRT}
@@ -17,6 +18,9 @@ BOTH = {"mu": SOFTSIGN, "nu": SQRT}
 
 def weights(dtype=jnp.bfloat16, side=64):
     return {"block": {"kernel": jnp.ones((side, side), dtype)}, "norm": jnp.ones((64,), dtype)}
+
+
+SHAPES = jax.eval_shape(lambda: weights(jnp.float32))
 
 
 def grads_of(params):
@@ -259,6 +263,9 @@ ARGUMENTS = {
             lambda: lowmem.init(flash(), weights(), lambda path, leaf: None)],
         "dtype of parameter 'block/kernel': .* not 'bf16'": [
             lambda: lowmem.init(flash(), weights(), "bf16")],
+        "'block/kernel' is a ShapeDtypeStruct, .*: .* call this inside jax.eval_shape": [
+            lambda: lowmem.init(flash(), SHAPES),
+            lambda: TrainState.create(apply_fn=None, params=SHAPES, tx=flash())],
         STRUCTURE: [
             lambda: lowmem.adam_mini(1e-3, blocks={"heads": 4}),
             lambda: lowmem.flash_adam_mini(1e-3, blocks={"heads": 4}),

@@ -82,6 +82,12 @@ def init(
             for path, leaf in leaves.items()
             if path in splits or leaf.dtype != dtypes[path]
         }
+        for path, (_, leaf, _) in changed.items():
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"parameter '{path}' is a ShapeDtypeStruct, which has no values: for the "
+                    "shapes of weights and state call this inside jax.eval_shape."
+                )
         stored = dict(zip(changed, _stored(list(changed.values())), strict=True))
         corrections = {path: c for path, (_, c) in stored.items() if c is not None}
         masters = context.Masters(corrections, seed=seed, originals=leaves)
