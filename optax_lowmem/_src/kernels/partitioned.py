@@ -127,12 +127,13 @@ class Partition(abc.ABC):
 
     @abc.abstractmethod
     def cut(
-        self, given: Sequence[Tiles | None], count: int
+        self, given: Sequence[Tiles | None], wanted: Sequence[Tiles | None], count: int
     ) -> tuple[list[Tiles], list[Tiles], Callable[..., list[jax.Array]]]:
         """Return (tiles of operands, tiles of results, the work of a device).
 
         Args:
           given: how XLA would cut the operands; None where it does not say.
+          wanted: likewise, the results.
           count: number of devices; a device's number is `jax.lax.axis_index(EVERY)`.
         """
 
@@ -208,14 +209,10 @@ def _printed(jaxpr: Any) -> str:
 
 def _cut(partition: Partition, count: int, mesh: Any, args: Any, results: Any) -> Any:
     """Answer XLA's partitioner."""
-    del mesh, results
-    shardings = [x.sharding for x in args]
-    devices = next(s for s in shardings if s is not None)._internal_device_list
-    given = [
-        None if s is None else _tiles_of(s._hlo_sharding, len(x.shape))
-        for s, x in zip(shardings, args, strict=True)
-    ]
-    of_args, of_results, work = partition.traced(partition.cut, given, count)
+    del mesh
+    devices = next(x.sharding for x in args if x.sharding is not None)._internal_device_list
+    tiles = ([_tiles_of(x) for x in every] for every in (args, results))
+    of_args, of_results, work = partition.traced(partition.cut, *tiles, count)
 
     def device(*args: jax.Array) -> list[jax.Array]:
         return partition.traced(work, *args)
@@ -227,7 +224,10 @@ def _cut(partition: Partition, count: int, mesh: Any, args: Any, results: Any) -
     return Mesh(np.asarray(list(devices)), (EVERY,)), device, laid[1], tuple(laid[0])
 
 
-def _tiles_of(sharding: Any, rank: int) -> Tiles | None:
+def _tiles_of(x: Any) -> Tiles | None:
+    if not isinstance(x.sharding, GSPMDSharding):
+        return None
+    sharding, rank = x.sharding._hlo_sharding, len(x.shape)
     if sharding.is_replicated() or not sharding.is_tiled() or sharding.subgroup_types():
         return None
     devices = np.asarray(sharding.tile_assignment_devices())
