@@ -120,22 +120,17 @@ def fused_updates(
             name, _ = choose(rule, plan, batch.implementation, g)
             chosen.setdefault(name, []).append(i)
     for name, indices in chosen.items():
-        result = _step(name, rule, batch.take(indices), tuned)
+        part = batch.take(indices)
+        if name == "xla":
+            result = xla.step(rule, part)
+        elif name == _TPU:
+            from optax_lowmem._src.step.tpu import pallas_tpu
+
+            result = pallas_tpu.step(rule, part, tuned)
+        else:
+            result = launches.step(name, rule, part, tuned)
         results.update(zip(indices, result, strict=True))
-    return [results[i] for i in range(len(batch))]
-
-
-def _step(
-    name: str, rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None
-) -> list[Result]:
-    """Step parameters with one implementation."""
-    if name == "xla":
-        return xla.step(rule, batch)
-    if name == _TPU:
-        from optax_lowmem._src.step.tpu import pallas_tpu
-
-        return pallas_tpu.step(rule, batch, tuned)
-    return launches.step(name, rule, batch, tuned)
+    return [results[i] for i in range(len(batch.plans))]
 
 
 def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:

@@ -69,20 +69,24 @@ def fused_updates(
     batch = batch.with_keys_in_order()
     mesh, every = places[0].mesh, PartitionSpec()
     typed = _explicit(mesh)
-    specs = batch.replace(
-        gradients=[place.spec for place in places],
-        weights=[
+    partitioned: dict[str, Any] = {
+        "gradients": [place.spec for place in places],
+        "weights": [
             None if p is None else place.spec
             for p, place in zip(batch.weights, places, strict=True)
         ],
-        states=[_specs_of(s, place.spec) for s, place in zip(batch.states, places, strict=True)],
-        hyperparameters=dict.fromkeys(batch.hyperparameters, every),
-        operands=[
+        "states": [  # scales are sharded like their codes
+            jax.tree.map(lambda _, place=place: place.spec, state)
+            for state, place in zip(batch.states, places, strict=True)
+        ],
+        "hyperparameters": dict.fromkeys(batch.hyperparameters, every),
+        "operands": [
             {name: _block_specs(plan, place) if name == OF_BLOCK else every for name in own}
             for plan, place, own in zip(batch.plans, places, batch.operands, strict=True)
         ],
-        keys=every,
-    )
+        "keys": every,
+    }
+    specs = dataclasses.replace(batch, **partitioned)
 
     def on_a_device(part: LeafBatch) -> list[Result]:
         local = [
@@ -90,23 +94,18 @@ def fused_updates(
             for plan, place in zip(batch.plans, places, strict=True)
         ]
         keys = [_part_key(*row) for row in zip(local, places, part.keys, strict=True)]
-        return step(part.replace(plans=tuple(local), keys=jnp.stack(keys)))
+        return step(dataclasses.replace(part, plans=tuple(local), keys=jnp.stack(keys)))
 
     results = explicit.on_each_device(
         on_a_device, mesh, typed, (specs,),
         list(map(Result, specs.gradients, specs.states)), batch,
     )  # fmt: skip
     if typed:
-        likes = [batch.leaf(i).result_like for i in range(len(batch))]
+        likes = [batch.leaf(i).result_like for i in range(len(batch.plans))]
         results = [
             explicit.reshard_like(one, like) for one, like in zip(results, likes, strict=True)
         ]
     return results
-
-
-def _specs_of(state: LeafState, spec: PartitionSpec) -> LeafState:
-    """Return the partition specs of a state: scales are sharded like their codes."""
-    return jax.tree.map(lambda _: spec, state)
 
 
 def _part_key(plan: LeafPlan, place: Placement, key: jax.Array) -> jax.Array:

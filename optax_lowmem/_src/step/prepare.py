@@ -38,7 +38,7 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
             leaf, h = batch.leaf(i), batch.hyperparameters
             names = jax.eval_shape(prepare, leaf, h)  # scalars, replicated on Explicit axes
             prepared.append(explicit.left_to_xla(prepare, dict.fromkeys(names), leaf, h))
-        return batch.replace(operands=prepared), batch.blockwise
+        return dataclasses.replace(batch, operands=prepared), batch.blockwise
     # XLA partitions the means of blocks that span several devices, also on Explicit axes
     blocks = [plan.block or Block() for plan in batch.plans]
     for plan, block, *arrays in zip(
@@ -61,8 +61,8 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
     )
     operands = batch.gradients, batch.blockwise, batch.hyperparameters, keys
     result = explicit.left_to_xla(work, shardings, *operands)
-    of_blocks = [{OF_BLOCK: of_block} for of_block, _ in result]
-    return batch.replace(operands=of_blocks), [LeafState(*new) for _, new in result]
+    of_blocks: list[Mapping[str, Any]] = [{OF_BLOCK: of_block} for of_block, _ in result]
+    return dataclasses.replace(batch, operands=of_blocks), [LeafState(*new) for _, new in result]
 
 
 def _operand_shardings(block: Block, v: jax.Array) -> Any:

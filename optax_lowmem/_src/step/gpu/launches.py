@@ -43,7 +43,7 @@ def step(
     for together in group_leaves(batch, cut):
         result = _step_launch(rule, backend, batch.take(together), cut.tile)
         results.update(zip(together, result, strict=True))
-    return [results[i] for i in range(len(batch))]
+    return [results[i] for i in range(len(batch.plans))]
 
 
 def group_leaves(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
@@ -109,10 +109,10 @@ def _in_order(
 def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Result]:
     """Step the parameters of one launch."""
     plans, paths = batch.nameless.plans, [plan.path for plan in batch.plans]
-    leaves = [batch.leaf(i) for i in range(len(batch))]
+    leaves = [batch.leaf(i) for i in range(len(batch.plans))]
     names, numbers = tuple(sorted(batch.h(0))), batch.numbers
     # one row per leaf only if hyperparameters differ between leaves
-    hs = [batch.h(i) for i in range(len(batch) if rule.prepares == "leaf" else 1)]
+    hs = [batch.h(i) for i in range(len(batch.plans) if rule.prepares == "leaf" else 1)]
     scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in hs])
 
     def by_kernel(
