@@ -18,7 +18,7 @@ from jax.lax import PrecisionLike
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from optax_lowmem._src.core import derivative, explicit, varying
+from optax_lowmem._src.core import explicit, numerics, varying
 from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.core.placement import axes_of
 from optax_lowmem._src.losses.products import (
@@ -490,7 +490,7 @@ def _refuse(loss: _Loss, *more: Any) -> Any:
     )
 
 
-_sweep_once = derivative.first_order_only(_of_devices, static=2, refuse=_refuse)
+_sweep_once = numerics.first_order_only(_of_devices, static=2, refuse=_refuse)
 
 
 def _of_mesh(loss: _Loss, wanted: _Wanted, *given: Any) -> Gradients:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.core import derivative, explicit, varying
+from optax_lowmem._src.core import explicit, numerics, varying
 from optax_lowmem._src.quantized_matmul import (
     Format,
     Quantized,
@@ -84,7 +84,7 @@ def _refuse(settings: ProductSettings, primals: object, tangents: object) -> Any
     )
 
 
-_once = partial(derivative.first_order_only, refuse=_refuse)
+_once = partial(numerics.first_order_only, refuse=_refuse)
 
 
 def matmul(settings: ProductSettings, x: jax.Array, w: jax.Array) -> jax.Array:

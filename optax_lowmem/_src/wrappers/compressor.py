@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_lowmem._src.codecs import GroupCodec, StoredSlot, encode_array, group_codec
-from optax_lowmem._src.core import array_metadata, context, derivative, explicit, random, trees
+from optax_lowmem._src.core import array_metadata, context, explicit, numerics, random, trees
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.compiled import compiled, each, is_free
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
@@ -505,7 +505,7 @@ class Compressor:
         trees.check_state(state, CompressedState)
         if params is not None:
             trees.match("gradient", updates, params)
-        updates, params = derivative.without((updates, params))
+        updates, params = numerics.forbid_differentiation((updates, params))
         new, inner = self.inner.update(
             trees.widened(updates), self._decode(state, updates), params, **extra
         )
