@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem import release
-from optax_lowmem._src.core.placement import placement
+from optax_lowmem._src.core.sharding import placement
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.step import gpu as gpu_step
 from optax_lowmem._src.step import on_mesh

@@ -10,8 +10,9 @@ from jax import lax
 from jax.lax import PrecisionLike
 
 from optax_lowmem._src import quantized_matmul as matmul
-from optax_lowmem._src.core import explicit, numerics, varying
+from optax_lowmem._src.core import numerics, varying
 from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core.sharding import sharding_of
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.kernels import Transposed
 from optax_lowmem._src.fp8_flow.storage import (
@@ -339,8 +340,8 @@ def _gradients(
     static: _Linear, kept: Any, kernel: jax.Array, of_kernel: _Scaled | Quantized, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     recipe = static.recipe
-    of_x, like_w = kept if isinstance(kept, _CODES) else None, explicit.sharding_of(kernel)
-    like_x = explicit.sharding_of(jax.tree.leaves(kept)[0])
+    of_x, like_w = kept if isinstance(kept, _CODES) else None, sharding_of(kernel)
+    like_x = sharding_of(jax.tree.leaves(kept)[0])
     largest = matmul.absmax_of(g, None)
     if isinstance(of_kernel, _Scaled):
         # otherwise XLA would keep the kernel's codes from the forward pass until here

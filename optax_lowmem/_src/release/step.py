@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from optax_lowmem._src.core import context, random, trees, varying
-from optax_lowmem._src.core.placement import placements
+from optax_lowmem._src.core.sharding import placements
 from optax_lowmem._src.release.model import (
     Layered,
     LayerFunction,

@@ -10,7 +10,7 @@ import jax
 
 from optax_lowmem._src.core import context
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
-from optax_lowmem._src.core.placement import Placement
+from optax_lowmem._src.core.sharding import Placement
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 from optax_lowmem._src.step import gpu, on_mesh, tuning, xla

@@ -15,9 +15,15 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from optax_lowmem._src.core import context, explicit, random
+from optax_lowmem._src.core import context, random
 from optax_lowmem._src.core.groups import group_count
-from optax_lowmem._src.core.placement import Placement, entry, placement
+from optax_lowmem._src.core.sharding import (
+    Placement,
+    entry,
+    on_each_device,
+    placement,
+    reshard_like,
+)
 from optax_lowmem._src.kernels.partitioned import EVERY, Partition, Tiles
 from optax_lowmem._src.step.batch import LeafBatch, LeafState, Result
 from optax_lowmem._src.step.plan import LeafPlan
@@ -104,15 +110,13 @@ def fused_updates(
         keys = [_part_key(*row) for row in zip(local, places, part.keys, strict=True)]
         return step(dataclasses.replace(part, plans=tuple(local), keys=jnp.stack(keys)))
 
-    results = explicit.on_each_device(
+    results = on_each_device(
         on_a_device, mesh, typed, (specs,),
         list(map(Result, specs.gradients, specs.states)), batch,
     )  # fmt: skip
     if typed:
         likes = [batch.leaf(i).result_like for i in range(len(batch.plans))]
-        results = [
-            explicit.reshard_like(one, like) for one, like in zip(results, likes, strict=True)
-        ]
+        results = [reshard_like(one, like) for one, like in zip(results, likes, strict=True)]
     return results
 
 
