@@ -24,6 +24,7 @@ from optax_lowmem import gaussws, layers  # noqa: E402
 from optax_lowmem._src.fp8_flow import kernels, kernels_triton  # noqa: E402
 from optax_lowmem._src.kernels import along_axes, gpu_kernel, partitioned, platform  # noqa: E402
 from optax_lowmem._src.kernels.fallback import with_fallback  # noqa: E402
+from optax_lowmem._src.kernels.partitioned import Tiles  # noqa: E402
 from optax_lowmem._src.noise import kernels as noise  # noqa: E402
 from optax_lowmem._src.noise import kernels_triton as noise_triton  # noqa: E402
 from optax_lowmem._src.quantized_matmul import dispatch, mosaic, plain, triton  # noqa: E402
@@ -33,6 +34,7 @@ from tests import tolerances as tol  # noqa: E402
 from tests.compilation import SAME_BITS  # noqa: E402
 from tests.layers.test_switchback_sharding import LAYOUTS as OF_PRODUCTS  # noqa: E402
 from tests.layers.test_switchback_sharding import collectives  # noqa: E402
+from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda, needs_mosaic  # noqa: E402
 from tests.meshes import mesh_of  # noqa: E402
 from tests.tiers import rows  # noqa: E402
 
@@ -377,3 +379,54 @@ def test_persistent_cache(tmp_path):
 
     assert run() == ["cache_misses"] * 8
     assert run() == ["cache_hits"] * 8
+
+
+# ---- what GPUs get -------------------------------------------------------------------------------
+OF_PARTS = {
+    "store_normed": ["fp8_store_normed"],
+    "store_gated": ["fp8_store_gated"],
+    "quantized_for_products": ["fp8_quantize_both"],
+    "quantize_transposed": ["quantize_transposed"],
+    "multiply": ["quantized_product"],
+    "multiply_over_tokens": ["fp8_quantize_both", "quantized_product"],
+}
+
+
+@needs_mosaic
+@pytest.mark.full
+def test_parts_lower_for_gpus(monkeypatch, on_hopper):
+    """A device's part of each call: the kernels of its tokens, and what is reduced."""
+    calls = []
+
+    def recorded(_, kernel, plain, *args, partition):
+        calls.append((partition, jax.tree.leaves(args)))
+        count, result = len(calls), kernel(*args)
+        del calls[count:]  # what the kernel itself calls
+        return result
+
+    x = jax.ShapeDtypeStruct((16, 128, 512), jnp.bfloat16)
+    weights = [jax.ShapeDtypeStruct(s, x.dtype) for s in ((512,), (512, 1024), (1024, 512))]
+
+    def step(x, weights, g):
+        return jax.vjp(lambda x, w: block(x, *w, fp8_flow.Recipe()), x, weights)[1](g)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(along_axes, "with_fallback", recorded)
+        jax.make_jaxpr(step)(x, weights, x)
+    devices = gpu_mesh(**{partitioned.EVERY: 8})
+    for partition, arrays in calls:
+        tiles = [
+            Tiles(np.arange(8).reshape(*(8 if name == "rows0" else 1 for name in names), -1))
+            for names in partition._operands
+        ]
+        cut, _, work = partition.cut(tiles, [None] * len(partition._results), 8)
+        parts = [
+            jax.ShapeDtypeStruct(of_x.local(x.shape), x.dtype)
+            for of_x, x in zip(cut, arrays, strict=True)
+        ]
+        each = jax.shard_map(work, mesh=devices, in_specs=P(), out_specs=P(), check_vma=False)
+        text = lower_for_cuda(each, *parts, mesh=devices)
+        assert kernels_in(text) == OF_PARTS[partition._name]
+        reduced = "store" in partition._name or "over_tokens" in partition._name
+        assert ("all_reduce" in text) == reduced, partition._name
+    assert {partition._name for partition, _ in calls} == BLOCK
