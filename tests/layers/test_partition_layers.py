@@ -147,6 +147,7 @@ FLOWS = {
     "fsdp and tensor": ((2, 4), P("a"), P("a", "b"), P("b", "a")),
     "two axes of data": ((2, 4), P(("a", "b")), P("b"), P("b")),
     "sequences": ((2, 4), P("a", "b"), P(("a", "b")), P(("a", "b"))),
+    "weights in more parts": ((2, 4), P("a"), P(("a", "b")), P(("a", "b"))),
     "replicated": ((8,), P(), P(), P()),
     "devices in another order": ((4, 2), P("b"), P("b", "a"), P("a", "b")),
 }
