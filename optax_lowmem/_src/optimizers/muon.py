@@ -311,8 +311,9 @@ def flash_muon(
     Numerics: with f32 products and moments the steps equal optax's up to rounding. int8 momentum
     changes directions by about 0.1 of their norm and bf16 products by 0.05, since the iterations
     amplify rounding errors where singular values are small. A matrix with one side twice the
-    other or more is iterated on the Gram matrix of its short side, and multiplied once every two or
-    three iterations. A NaN or infinity in a matrix makes that matrix NaN, and no other.
+    other or more is iterated on the Gram matrix of its short side and multiplied once (with
+    `polar_express`, or more than five iterations, once per two or three of them). A NaN or infinity
+    in a matrix makes that matrix NaN, and no other.
 
     Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes for matrices, 5.19 for other leaves. A step
     also needs room for one stack of matrices of equal shape, of up to 2^23 elements (or one larger

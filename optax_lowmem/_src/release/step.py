@@ -11,7 +11,7 @@ from jax import lax
 
 from optax_lowmem._src.core import context, random, trees, varying
 from optax_lowmem._src.core.hyperparameters import check_choice
-from optax_lowmem._src.core.placement import placements
+from optax_lowmem._src.core.sharding import placements
 from optax_lowmem._src.release.model import (
     Layered,
     LayerFunction,

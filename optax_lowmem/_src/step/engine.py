@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import context, derivative, numerics, random, trees
+from optax_lowmem._src.core import context, numerics, random, trees
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.compiled import FEW, compiled, each, is_eager, unstacked
 from optax_lowmem._src.core.hyperparameters import check_schedule
@@ -145,7 +145,7 @@ class Engine(StateFormat):
             plan.writes_weight or any(s.codec for s in (*plan.slots, *plan.blockwise))
             for plan in plans
         ):
-            gradients, weights, h = derivative.without((gradients, weights, dict(h)))
+            gradients, weights, h = numerics.forbid_differentiation((gradients, weights, dict(h)))
         states, blockwise = self.unpack(state, plans, like)
         paths = [plan.path for plan in plans]
         count, keys = count_and_keys(state.seed, state.count, count, paths)

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from optax_lowmem._src.core import context, explicit, varying
+from optax_lowmem._src.core import context, varying
+from optax_lowmem._src.core.sharding import left_to_xla, sharding_of
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.step import xla
 from optax_lowmem._src.step.backend import fused_updates
@@ -181,9 +182,9 @@ def _directions(
         rows = zip(pairs, before, directions, strict=True)
         return directions, [rule.scale(m, x, direction, h) for (m, _), x, direction in rows]
 
-    shardings = [explicit.sharding_of(x) for x in before], [None] * len(before)
+    shardings = [sharding_of(x) for x in before], [None] * len(before)
     results: tuple[list[jax.Array], list[jax.Array]]
-    results = explicit.left_to_xla(work, shardings, before, dict(h))
+    results = left_to_xla(work, shardings, before, dict(h))
     return results
 
 

@@ -18,7 +18,8 @@ from jax import lax
 from jax.experimental import xla_metadata
 
 from optax_lowmem._src.codecs import GroupCodec
-from optax_lowmem._src.core import explicit, random
+from optax_lowmem._src.core import random
+from optax_lowmem._src.core.sharding import left_to_xla, sharding_of
 from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.batch import Leaf, LeafBatch, LeafState, Result
 from optax_lowmem._src.step.plan import LeafPlan
@@ -40,9 +41,9 @@ def step(rule: UpdateRule, batch: LeafBatch) -> list[Result]:
         leaf = batch.leaf(i)
         like, treedef = jax.tree.flatten(leaf.result_like)
         work = functools.partial(_step_leaf, rule, batch.plans[i].nameless, batch.numbers[i])
-        shardings = list(map(explicit.sharding_of, like))
+        shardings = list(map(sharding_of, like))
         with scope([batch.plans[i].path], "xla"):
-            arrays = explicit.left_to_xla(work, shardings, leaf, batch.h(i), batch.keys, number)
+            arrays = left_to_xla(work, shardings, leaf, batch.h(i), batch.keys, number)
         results.append(jax.tree.unflatten(treedef, arrays))
     return results
 

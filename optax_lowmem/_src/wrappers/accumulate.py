@@ -11,9 +11,10 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from optax_lowmem._src.core import context, explicit, numerics, random, trees, varying
+from optax_lowmem._src.core import context, numerics, random, trees, varying
 from optax_lowmem._src.core.compiled import is_eager
 from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core.sharding import reshard_like
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
 
@@ -118,14 +119,14 @@ class _Buffered:
             new, inner = update(means, state.inner_state, params)
             inner = trees.keep_dtypes(state.inner_state, inner)
             empty = jax.tree.map(jnp.zeros_like, state.accumulated)
-            return new, inner, explicit.reshard_like(empty, state.accumulated)
+            return new, inner, reshard_like(empty, state.accumulated)
 
         def wait() -> tuple[optax.Updates, optax.OptState, optax.Updates]:
             shapes, _ = jax.eval_shape(update, means, state.inner_state, params)
             nothing = jax.tree.map(
                 lambda s: varying.over(jnp.zeros(s.shape, s.dtype), varying.axes_of(s)), shapes
             )
-            nothing = explicit.reshard_like(nothing, shapes)
+            nothing = reshard_like(nothing, shapes)
             return nothing, state.inner_state, _rounded(means, state.seed, state.count)
 
         last = state.micro_step == self.every - 1

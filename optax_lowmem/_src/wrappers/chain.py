@@ -11,7 +11,7 @@ import optax
 from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.hyperparameters import check_choice
-from optax_lowmem._src.core.placement import placements
+from optax_lowmem._src.core.sharding import placements
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.noise.noisy import Sampler
 from optax_lowmem._src.step import IMPLEMENTATIONS

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.codecs import MasterSplit
-from optax_lowmem._src.core import array_metadata, context, derivative, numerics, random, trees
+from optax_lowmem._src.core import array_metadata, context, numerics, random, trees
 from optax_lowmem._src.core.compiled import each, unstacked
 from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.step import MASTER, split_update
@@ -81,7 +81,7 @@ class _Splitter:
         gradients = trees.widened(updates)
         steps, inner = self.inner.update(gradients, state.inner_state, masters, **extra)
         if any(jnp.ndim(c) for c in jax.tree.leaves(state.correction)):
-            steps, params = derivative.without((steps, params))
+            steps, params = numerics.forbid_differentiation((steps, params))
         count, named = optax.safe_increment(state.count), trees.named_leaves(params)
         # the engine's keys, so that a fused optimizer draws the same bits
         keys = unstacked(random.leaf_keys(state.seed, count, [path for path, _ in named]))
