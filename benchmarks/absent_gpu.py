@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
 
 from benchmarks.suites.tpu.program import Program
 from optax_lowmem._src.kernels import platform
@@ -45,10 +46,10 @@ def mesh() -> Mesh:
     return Mesh(np.array(found.devices), ("one",), axis_types=(AxisType.Auto,))
 
 
-def program(
+def compiled(
     on: Mesh, function: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()
-) -> str:
-    """The text of a function's program for a `mesh`, traced as on a machine with one H100."""
+) -> Compiled:
+    """A function's program for a `mesh`, traced as on a machine with one H100."""
     where = NamedSharding(on, PartitionSpec())
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
     with (
@@ -59,7 +60,12 @@ def program(
     ):
         traced = jax.jit(function, donate_argnums=donated).trace(*args)
         lowered = traced.lower(lowering_platforms=("cuda",))
-        return lowered.compile(compiler_options=OPTIONS).as_text()
+        return lowered.compile(compiler_options=OPTIONS)
+
+
+def program(on: Mesh, function: Callable[..., Any], *args: Any, **more: Any) -> str:
+    """The text of a `compiled` program."""
+    return compiled(on, function, *args, **more).as_text()
 
 
 def kernels(text: str) -> Iterator[tuple[int, str, int]]:
