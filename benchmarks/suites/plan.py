@@ -42,6 +42,16 @@ MODELS: dict[str, dict[str, Any]] = {  # Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8
     "8B": LLAMA | {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14_336,
                    "num_attention_heads": 32, "tie_word_embeddings": False},
 }  # fmt: skip
+QWEN = {"model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 11_008,
+        "tie_word_embeddings": True}  # fmt: skip
+GEMMA = {"model_type": "gemma3_text", "vocab_size": 262_144, "hidden_size": 1152,
+         "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,
+         "head_dim": 256, "intermediate_size": 6912, "query_pre_attn_scalar": 256,
+         "sliding_window": 512, "hidden_activation": "gelu_pytorch_tanh"}  # fmt: skip
+MISTRAL = {"model_type": "mistral", "vocab_size": 32_768, "hidden_size": 4096,
+           "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+           "intermediate_size": 14_336, "sliding_window": None}  # fmt: skip
 LORA = ("q_proj", "v_proj"), 16
 SEQUENCE = 2048
 
@@ -74,6 +84,10 @@ CASES = {
     "Llama-3.1-8B, LoRA": Case(MODELS["8B"], 8, mode="lora"),
     "Llama-3.2-1B, 2 micro-batches": Case(MODELS["1B"], 32, micro_batches=2),
     "Llama-3.2-1B, FP8 activations": Case(MODELS["1B"], 4, remat="none", activations="fp8"),
+    "Qwen2.5-3B": Case(QWEN, 6, 3072, optimizer="flash_lion", late=True),
+    "Gemma-3-1B": Case(GEMMA, 8, 1024, late=True),
+    "Llama-3.2-3B, products kept": Case(MODELS["3B"], 2, 4096, remat="dots", late=True),
+    "Mistral-7B": Case(MISTRAL, 2, 4096, "release", "flash_adam_mini", late=True),
 }
 
 
