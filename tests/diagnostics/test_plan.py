@@ -74,7 +74,7 @@ def test_parts_of_a_plan():
     assert planned(activations=at_the_end) == {
         "resident": (STATE, 3 * LAYER, 1000 * LAYER),
         "release": (STATE, 0, 1000 * LAYER),
-        "offload": (layer_state + embed_state, 0, 1000 * LAYER),
+        "offload": (3 * layer_state + embed_state, 0, 1000 * LAYER),
     }
 
 

@@ -199,8 +199,9 @@ def _fixed(
         # the layer's slices, which the update replaces, are copies
         at_work = Fixed(state + layer.state, layer.gradients + outside)
         yield RELEASE, (Fixed(state, 0), at_work, Fixed(state, outside))
-    of_leaf = Fixed(layer.state + largest.state, 2 * largest.gradients if accumulate else 0)
-    at_work = Fixed(_IN_FLIGHT * layer.state, (2 if accumulate else 1) * layer.gradients + outside)
+    flight, wide = _IN_FLIGHT * layer.state, 2 if accumulate else 1  # sums are in f32
+    of_leaf = Fixed(flight + largest.state, 2 * largest.gradients if accumulate else 0)
+    at_work = Fixed(flight, wide * layer.gradients + outside)
     yield OFFLOAD, (of_leaf, at_work, of_leaf._replace(gradients=of_leaf.gradients + outside))
 
 
