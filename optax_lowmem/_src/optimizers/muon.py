@@ -16,6 +16,7 @@ from optax_lowmem._src.core.hyperparameters import (
     Formula,
     as_f32,
     bias_correction,
+    check_choice,
     check_range,
     complement,
     following,
@@ -75,7 +76,7 @@ class OrthogonalRule(MatrixRule):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the debiased momentum and the new m."""
         mu = h["beta"] * slots["mu"] + h["one_minus_beta"] * g
-        debiased = h["mu_scale"] * mu
+        debiased = h["mu_bias_correction"] * mu
         return (debiased + h["g_scale"] * g if self.nesterov else debiased), {"mu": mu}
 
     @property
@@ -167,10 +168,10 @@ def _of_step(
     beta_now, one_minus = as_f32("beta", beta), complement("beta", beta)
     h = {"beta": beta_now, "one_minus_beta": one_minus, "eps": as_f32("eps", eps)}
     if nesterov:  # the next step's momentum, debiased for that step
-        h["mu_scale"] = beta_now / bias_correction("beta", beta, following(step))
+        h["mu_bias_correction"] = beta_now / bias_correction("beta", beta, following(step))
         h["g_scale"] = one_minus / bias_correction("beta", beta, step)
     else:
-        h["mu_scale"] = 1 / bias_correction("beta", beta, step)
+        h["mu_bias_correction"] = 1 / bias_correction("beta", beta, step)
     if consistent_rms is not None:
         h["consistent_rms"] = as_f32("consistent_rms", consistent_rms)
     rate = at_count("adam_learning_rate", adam_learning_rate, count)
@@ -310,8 +311,9 @@ def flash_muon(
     Numerics: with f32 products and moments the steps equal optax's up to rounding. int8 momentum
     changes directions by about 0.1 of their norm and bf16 products by 0.05, since the iterations
     amplify rounding errors where singular values are small. A matrix with one side twice the
-    other or more is iterated on the Gram matrix of its short side, and multiplied once every two or
-    three iterations. A NaN or infinity in a matrix makes that matrix NaN, and no other.
+    other or more is iterated on the Gram matrix of its short side and multiplied once (with
+    `polar_express`, or more than five iterations, once per two or three of them). A NaN or infinity
+    in a matrix makes that matrix NaN, and no other.
 
     Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes for matrices, 5.19 for other leaves. A step
     also needs room for one stack of matrices of equal shape, of up to 2^23 elements (or one larger
@@ -332,8 +334,7 @@ def flash_muon(
       States, 2025 (8-bit momentum); Amsel et al., The Polar Express, 2025 (coefficients);
       Boissin et al., Turbo-Muon, 2025 (four iterations).
     """
-    if preconditioning not in PRECONDITIONINGS:
-        raise ValueError(f"preconditioning must be one of {PRECONDITIONINGS}: {preconditioning!r}")
+    check_choice("preconditioning", preconditioning, PRECONDITIONINGS)
     check_range("beta", beta, 0.0, 1.0)
     check_range("adam_weight_decay", adam_weight_decay, 0.0)
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
