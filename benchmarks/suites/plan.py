@@ -216,7 +216,7 @@ def comparison(rows: Rows) -> Table:
         size = row["value"]
         others = [of.get(metric) for metric in ("compiled_bytes", "peak_bytes")]
         cells = [
-            f"{one['value'] / GIB:.2f} ({100 * (size / one['value'] - 1):+.1f} %)" if one else ""
+            f"{one['value'] / GIB:.2f} ({100 * (size / one['value'] - 1):+.2f} %)" if one else ""
             for one in others
         ]
         chosen = "after" if row["late"] else "before"
