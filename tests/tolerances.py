@@ -423,6 +423,7 @@ PASS_HERE_MIB = 24
 LAUNCHES = 4
 
 # -- planned memory (test_planned_peaks.py) --------------------------------------------------------
-# A plan over the compiler's, or over the peak of a run: less than the 7 % of a card that the command
-# leaves free. Leaving out any array of a whole model is more: gradients of 8B are 27 % of a step.
+# A plan over the compiler's, or over the peak of a run: less than the 7 % of a card that is left
+# free. Leaving out an array of a whole model is more: gradients of 8B are 27 % of its weights and
+# state.
 PLANNED = 0.05

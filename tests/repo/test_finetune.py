@@ -225,6 +225,21 @@ def test_what_fits_a_budget(finetune, folder, tmp_path):
         chosen(resident.weights)
 
 
+def test_commands_that_the_planner_prints(finetune, folder, capsys):
+    """They have flags of this program alone, and choose the mode that they are printed for."""
+    sizes = finetune.plan.decoder(json.loads((folder / "config.json").read_text()))
+    adapters = ("q_proj", "v_proj"), 16
+    for mode in finetune.plan.plan_decoder(sizes, "flash_adamw", 0, 2048, adapters).modes:
+        megabytes = (mode.total_bytes(1) + 1) / finetune.plan.USABLE / 1e6
+        finetune.plan.main(["--params", str(folder), "--gpu", f"{megabytes:.6f}MB"])
+        printed = capsys.readouterr().out
+        command, name = printed.splitlines()[-1].split(), re.search(r"Recommended: (\w+)", printed)
+        if command[0] == "python":
+            args = finetune.parse_arguments(command[2:])
+            found = "release" if args.release else "lora" if args.lora else "resident"
+            assert args.batch >= 1 and name and name[1] == found
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -17,7 +17,7 @@ USABLE = 0.93  # of a GPU's memory; the rest is for the driver and gaps between 
 LORA = "lora"
 _MEANING = {
     RESIDENT: "All gradients exist at once.",
-    RELEASE: "Each layer is updated inside the backward pass; no clipping by the global norm.",
+    RELEASE: "Each layer is updated inside the backward pass.",
     OFFLOAD: "As release, with the optimizer's state in host memory.",
     LORA: "Adapters are trained; the weights are frozen.",
 }

@@ -40,9 +40,8 @@ class Decoder:
       tied: whether the output head is the embedding.
       bias: whether queries, keys and values have biases.
       head_norms: width of the norms of queries and keys; 0: none.
-      norms: norms of width `width` per layer.
       scores: attention heads whose scores are stored; 0: fused attention stores none.
-      gemma: whether it has Gemma's GELU, norms, and layers of two kinds.
+      gemma: whether it has Gemma's GELU, four norms per layer, and layers of two kinds.
       caps: whether scores and logits have soft caps.
     """
 
@@ -55,7 +54,6 @@ class Decoder:
     tied: bool
     bias: bool
     head_norms: int
-    norms: int
     scores: int
     gemma: bool
     caps: bool
@@ -90,7 +88,7 @@ class Decoder:
         if self.bias:
             for name in ("q_proj", "k_proj", "v_proj"):
                 of_layers[name]["bias"] = self._stack(shapes[name][1])
-        for i in range(self.norms):
+        for i in range(4 if self.gemma else 2):
             of_layers[f"norm_{i}"] = {"scale": self._stack(self.width, dtype=jnp.float32)}
         if self.head_norms:
             for name in ("q_norm", "k_norm"):
@@ -202,7 +200,6 @@ def decoder(config: Mapping[str, Any]) -> Decoder:
         tied=values.get("tie_word_embeddings", False),
         bias=kind == "qwen2",
         head_norms=head if kind in ("qwen3", "gemma3_text") else 0,
-        norms=4 if gemma else 2,
         scores=0 if fused else heads,
         gemma=gemma,
         caps=bool(values.get("final_logit_softcapping")),
