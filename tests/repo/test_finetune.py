@@ -1,6 +1,5 @@
 """The fine-tuning example: as a user runs it, killed and resumed, with adapters; and its data."""
 
-import dataclasses
 import importlib
 import json
 import os
@@ -217,15 +216,30 @@ def test_what_fits_a_budget(finetune, folder, tmp_path):
         return finetune.micro_batch(parsed(f"--budget {megabytes:.6f}MB {more}"))
 
     assert finetune.micro_batch(parsed()) == 4
-    resident = finetune.planned(parsed(), 0)[0].modes[0]
+    resident = finetune.planned(parsed(), 0).modes[0]
     assert chosen(resident.total_bytes(4)) == 4
-    resident = dataclasses.replace(resident, gradients=2 * resident.gradients)
+    resident = finetune.planned(parsed(), 0, accumulate=True).modes[0]
     assert [chosen(resident.total_bytes(rows)) for rows in (1, 2, 3)] == [1, 2, 2]
     with pytest.raises(SystemExit, match="--batch 4 does not fit") as stopped:
         chosen(resident.total_bytes(2), "--release")
     assert re.search("This fits: --batch [12]", str(stopped.value))
     with pytest.raises(SystemExit, match="Nothing fits"):
         chosen(resident.weights)
+
+
+def test_commands_that_the_planner_prints(finetune, folder, capsys):
+    """They have flags of this program alone, and choose the mode that they are printed for."""
+    sizes = finetune.plan.decoder(json.loads((folder / "config.json").read_text()))
+    adapters = ("q_proj", "v_proj"), 16
+    for mode in finetune.plan.plan_decoder(sizes, "flash_adamw", 0, 2048, adapters).modes:
+        megabytes = (mode.total_bytes(1) + 1) / finetune.plan.USABLE / 1e6
+        finetune.plan.main(["--params", str(folder), "--gpu", f"{megabytes:.6f}MB"])
+        printed = capsys.readouterr().out
+        command, name = printed.splitlines()[-1].split(), re.search(r"Recommended: (\w+)", printed)
+        if command[0] == "python":
+            args = finetune.parse_arguments(command[2:])
+            found = "release" if args.release else "lora" if args.lora else "resident"
+            assert args.batch >= 1 and name and name[1] == found
 
 
 @pytest.mark.parametrize(
