@@ -12,7 +12,7 @@ import optax_lowmem as lowmem
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import product
 from optax_lowmem._src.kernels import jaxpr_to_triton
-from optax_lowmem._src.step.gpu import kernel as gpu_step
+from optax_lowmem._src.step import gpu as gpu_step
 from tests import launch_cases, triton_on_numpy
 from tests.tiers import rows
 
@@ -172,7 +172,7 @@ def test_a_step(name, options, direct):
         noise = (random.mix(counters)[:, None], lane) if plan.noisy else None
         own = jax.tree.leaves(leaf.of_block)
         given = leaf._replace(of_block=product(own) if own else None)
-        result = gpu_step._step.__wrapped__(case.rule, plan, approximations, given, h, noise)
+        result = gpu_step._step_tile.__wrapped__(case.rule, plan, approximations, given, h, noise)
         return jax.tree.leaves(result)
 
     mine = found(functools.partial(step, jaxpr_to_triton.APPROXIMATIONS), *arrays)

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from jax import export
 from jax.experimental import serialize_executable
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem._src.kernels import partitioned
 from optax_lowmem._src.kernels.fallback import with_fallback
-from optax_lowmem._src.step.gpu import launches
+from optax_lowmem._src.step import gpu
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_alike
@@ -94,6 +94,9 @@ def test_layouts(name, layout):
     if due is not None:
         reduced = {"all-reduce"} if tx.engine.rule.prepares == "leaf" else set()
         assert set(re.findall(COLLECTIVES, program.as_text())) <= due | reduced
+    if layout == "zero":  # the new weights whose state is cut, each once
+        gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", program.as_text())
+        assert sorted(gathered) == ["4,16,96", "64,256"]
     if how and donated:
         aliased = len(re.findall("(?:may|must)-alias", program.as_text().split("\n", 1)[0]))
         assert aliased == len(jax.tree.leaves((params, state)))
@@ -203,6 +206,19 @@ def case_compiled_from_shapes():
     return jitted(step).lower(*forms).compile()(*placed())
 
 
+def test_lowered_for_more_devices_than_there_are():
+    mesh = AbstractMesh((16,), ("a",), (AxisType.Auto,))
+    specs = {"w": P("a"), "layers": P(None, "a"), "bias": P()}
+    shardings = state_shardings(TX, start()[2], specs, mesh=mesh)
+    of_params = {n: NamedSharding(mesh, spec) for n, spec in specs.items()}
+    forms = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        start(), (of_params, shardings, of_params),
+    )  # fmt: skip
+    lowered = jax.jit(step).trace(*forms).lower(lowering_platforms=("cpu",))
+    assert "@lowmem_partitioned" in lowered.as_text()
+
+
 def case_a_loop_with_a_condition():
     def looped(grads, state, params):
         def body(_, carry):
@@ -288,7 +304,7 @@ def test_a_scan_of_steps():
 def test_the_automatic_choice(monkeypatch):
     """Of a program for a GPU, here for a CPU: shards by the kernel, or else the whole by XLA."""
     monkeypatch.setattr(
-        launches, "with_fallback", lambda _, *args, **how: with_fallback("cpu", *args, **how)
+        gpu, "with_fallback", lambda _, *args, **how: with_fallback("cpu", *args, **how)
     )
 
     def taken(**how):
@@ -314,11 +330,11 @@ import jax, jax.numpy as jnp
 import optax_lowmem as lowmem
 from jax.sharding import NamedSharding, PartitionSpec as P
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.step.gpu import kernel
+from optax_lowmem._src.step import gpu
 
 platform.no_device_reason = lambda: None
-launch = kernel.launch
-kernel.launch = lambda *args, backend: launch(*args, backend="interpret")
+launch = gpu.launch
+gpu.launch = lambda *args, backend: launch(*args, backend="interpret")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", sys.argv[1] == "removed")

@@ -18,7 +18,7 @@ from optax_lowmem._src.core import context
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.kernels import jax_triton_call, platform
 from optax_lowmem._src.step import backend, tuning
-from optax_lowmem._src.step.gpu import kernel as gpu_step
+from optax_lowmem._src.step import gpu as gpu_step
 from optax_lowmem._src.step.tpu import pallas_tpu
 from optax_lowmem.sharding import state_shardings
 from tests import launch_cases, tolerances
@@ -175,8 +175,8 @@ def test_lowers_for_cuda(on_a_gpu, optimizer, stored, weights, direct, group_siz
     text = lowered(tx, shapes, dtype, direct, gradient_dtype)
     slots = tx.engine.rule.slots
 
-    def stored_arrays(shared):
-        names = [slot.name for slot in slots if slot.shared == shared]
+    def stored_arrays(blockwise):
+        names = [slot.name for slot in slots if slot.blockwise == blockwise]
         coded = [STORED[stored].get(name, "default") for name in names]
         return len(coded) + sum(codec is not None for codec in coded)
 

@@ -1,5 +1,8 @@
 """Codecs of optimizer slots, the formats of their scales, and splits of master weights."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 
@@ -37,7 +40,7 @@ from optax_lowmem._src.core import groups, numerics
 from optax_lowmem._src.core.compiled import compiled
 
 __all__ = [
-    "BitSplit", "CODECS", "CompandedCodec", "GroupCodec", "MasterSplit", "SPLITS",
+    "BitSplit", "CODECS", "CompandedCodec", "GroupCodec", "MasterSplit", "NAMES", "SPLITS",
     "StoredSlot", "UlpSplit", "affine", "affine_paper", "check_groups", "check_stored",
     "decode_array", "dynamic", "e4m3", "e5m2", "encode_array", "expanded", "expanded_dynamic",
     "expanded_e4m3", "expanded_e5m2", "linear", "linear4", "linear_paper", "log4",
@@ -45,16 +48,33 @@ __all__ = [
     "sqrt4", "sqrt_paper",
 ]  # fmt: skip
 
-_BOTH = (e4m3, e5m2, dynamic, expanded_e4m3, expanded_e5m2, expanded_dynamic)
+_FLOATS = (e4m3, e5m2, dynamic, expanded_e4m3, expanded_e5m2, expanded_dynamic)
 CODECS: dict[str, GroupCodec] = {
     codec.name: codec
     for codec in (
         softsign(), softsign_paper(), sqrt(), sqrt_paper(), linear(), linear_paper(),
         linear(signed=False), linear_paper(signed=False), linear4(), linear4(signed=False),
         softsign4(), sqrt4(), normal4(), log4(), affine(), affine_paper(),
-        *(build(signed) for build in _BOTH for signed in (True, False)),
+        *(build(signed) for build in _FLOATS for signed in (True, False)),
     )
 }  # fmt: skip
+
+
+def _pairs() -> dict[str, tuple[GroupCodec, GroupCodec]]:
+    """Return the name of each codec's function -> its signed and its unsigned form, if any."""
+    forms: dict[str, list[GroupCodec]] = {}
+    for codec in CODECS.values():
+        name = re.sub("-u?int8|-u?int(?=4)", "", codec.name).replace("-", "_")
+        forms.setdefault(name, []).append(codec)
+    return {name: (codecs[0], codecs[-1]) for name, codecs in forms.items()}
+
+
+# short name -> the codecs of slots with and without negative values
+NAMES: dict[str, tuple[GroupCodec, GroupCodec]] = {
+    "int8": (softsign(), sqrt()),
+    "int4": (softsign4(), dataclasses.replace(linear4(signed=False), scale=softsign4().scale)),
+    **_pairs(),
+}
 
 
 def check_groups(x: jax.Array, group_size: int) -> None:

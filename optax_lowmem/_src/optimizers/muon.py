@@ -16,6 +16,7 @@ from optax_lowmem._src.core.hyperparameters import (
     Formula,
     as_f32,
     bias_correction,
+    check_choice,
     check_range,
     complement,
     following,
@@ -75,7 +76,7 @@ class OrthogonalRule(MatrixRule):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the debiased momentum and the new m."""
         mu = h["beta"] * slots["mu"] + h["one_minus_beta"] * g
-        debiased = h["mu_scale"] * mu
+        debiased = h["mu_bias_correction"] * mu
         return (debiased + h["g_scale"] * g if self.nesterov else debiased), {"mu": mu}
 
     @property
@@ -167,10 +168,10 @@ def _of_step(
     beta_now, one_minus = as_f32("beta", beta), complement("beta", beta)
     h = {"beta": beta_now, "one_minus_beta": one_minus, "eps": as_f32("eps", eps)}
     if nesterov:  # the next step's momentum, debiased for that step
-        h["mu_scale"] = beta_now / bias_correction("beta", beta, following(step))
+        h["mu_bias_correction"] = beta_now / bias_correction("beta", beta, following(step))
         h["g_scale"] = one_minus / bias_correction("beta", beta, step)
     else:
-        h["mu_scale"] = 1 / bias_correction("beta", beta, step)
+        h["mu_bias_correction"] = 1 / bias_correction("beta", beta, step)
     if consistent_rms is not None:
         h["consistent_rms"] = as_f32("consistent_rms", consistent_rms)
     rate = at_count("adam_learning_rate", adam_learning_rate, count)
@@ -333,8 +334,7 @@ def flash_muon(
       States, 2025 (8-bit momentum); Amsel et al., The Polar Express, 2025 (coefficients);
       Boissin et al., Turbo-Muon, 2025 (four iterations).
     """
-    if preconditioning not in PRECONDITIONINGS:
-        raise ValueError(f"preconditioning must be one of {PRECONDITIONINGS}: {preconditioning!r}")
+    check_choice("preconditioning", preconditioning, PRECONDITIONINGS)
     check_range("beta", beta, 0.0, 1.0)
     check_range("adam_weight_decay", adam_weight_decay, 0.0)
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate

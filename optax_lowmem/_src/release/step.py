@@ -10,7 +10,8 @@ import optax
 from jax import lax
 
 from optax_lowmem._src.core import context, random, trees, varying
-from optax_lowmem._src.core.placement import placements
+from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core.sharding import placements
 from optax_lowmem._src.release.model import (
     Layered,
     LayerFunction,
@@ -81,7 +82,7 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
             f"Give each layer a separate one: {instead}."
         )
     values = block.values((1, *plan.shape[1:]))
-    for slot in plan.shared:
+    for slot in plan.blockwise:
         if slot.codec is not None and values % plan.group_size:
             return (
                 f"its {slot.name} has {values} values per layer in groups of {plan.group_size}, "
@@ -92,7 +93,7 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
 
 
 def groups_of_blocks(plan: LeafPlan, layers: int) -> int:
-    """Return the number of groups of codes per layer, for shared slots."""
+    """Return the number of groups of codes per layer, for block-wise slots."""
     if plan.block is None:
         return 0
     return plan.block.values(plan.shape) // layers // plan.group_size
@@ -141,7 +142,7 @@ class Run:
       of_layers: plans of one layer of stacked leaves, by index.
       weights: the parameters.
       states: states of the leaves.
-      shared: states of their shared slots.
+      blockwise: states of their block-wise slots.
       totals: gradients accumulated so far for leaves of the rest, by index.
       each: function applied to every gradient.
     """
@@ -156,7 +157,7 @@ class Run:
     of_layers: dict[int, LeafPlan]
     weights: list[jax.Array]
     states: list[LeafState]
-    shared: list[LeafState]
+    blockwise: list[LeafState]
     totals: dict[int, jax.Array]
     each: Gradient
 
@@ -180,19 +181,19 @@ class Run:
             for i in stack.indices
         }
         h = engine.hyperparameters(state.count)
-        states, shared = engine.unpack(state, plans, params)
+        states, blockwise = engine.unpack(state, plans, params)
         paths = [plan.path for plan in plans]
         count, keys = count_and_keys(state.seed, state.count, None, paths)
         return cls(
             engine, h, count, keys, state, parts, plans, of_layers, jax.tree.leaves(params), states,
-            shared, {}, each or (lambda g: g),
+            blockwise, {}, each or (lambda g: g),
         )  # fmt: skip
 
     def result(self, params: optax.Params) -> tuple[Any, Any]:
         """Return the new parameters and state."""
         treedef: Any = jax.tree.structure(params)
         state = self.engine.pack(
-            self.count, self.plans, self.states, self.shared, params, self.before
+            self.count, self.plans, self.states, self.blockwise, params, self.before
         )
         return treedef.unflatten(self.weights), state
 
@@ -222,16 +223,16 @@ class Run:
     def update_layer(
         self, stack: Stack, layer: jax.Array, gradients: list[jax.Array], leaves: Any
     ) -> Any:
-        """Step one layer and return its new (weights, states, shared states).
+        """Step one layer and return its new (weights, states, block-wise states).
 
         Args:
           stack: the stack of the layer.
           layer: index of the layer.
           gradients: gradients of the layer, with `each` applied.
-          leaves: old (weights, states, shared states), with a layer axis of size 1.
+          leaves: old (weights, states, block-wise states), with a layer axis of size 1.
         """
         plans = [self.of_layers[i] for i in stack.indices]
-        weights, states, shared = leaves
+        weights, states, blockwise = leaves
         keys = self.keys[jnp.asarray(stack.indices)]
         layer_keys = random.part_keys(keys, layer)
         single = [len(self.plans[i].shape) == 1 for i in stack.indices]
@@ -239,9 +240,9 @@ class Run:
             of_elements = random.element_keys(keys, layer, plans[0].group_size)
             layer_keys = jnp.where(jnp.asarray(single)[:, None], of_elements, layer_keys)
         groups = [groups_of_blocks(self.plans[i], stack.layers) for i in stack.indices]
-        shared_keys = random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32))
+        blockwise_keys = random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32))
         gradients = [g[None] for g in gradients]
-        batch = self.batch(plans, gradients, weights, states, shared, layer_keys, shared_keys)
+        batch = self.batch(plans, gradients, weights, states, blockwise, layer_keys, blockwise_keys)
         return step_leaves(self.engine.rule, batch)
 
     def batch(
@@ -250,28 +251,28 @@ class Run:
         gradients: list[jax.Array],
         weights: list[jax.Array],
         states: list[LeafState],
-        shared: list[LeafState],
+        blockwise: list[LeafState],
         keys: jax.Array,
-        shared_keys: jax.Array | None = None,
+        blockwise_keys: jax.Array | None = None,
     ) -> LeafBatch:
         """Return a batch of leaves, or of layers of them, with this step's hyperparameters."""
         return LeafBatch(
             tuple(plans), gradients, weights, states, self.h, [{}] * len(plans), keys,
-            tuple(range(len(plans))), context.step_arguments().implementation, shared,
-            keys if shared_keys is None else shared_keys,
+            tuple(range(len(plans))), context.step_arguments().implementation, blockwise,
+            keys if blockwise_keys is None else blockwise_keys,
         )  # fmt: skip
 
     def of(
         self, indices: Sequence[int]
     ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
-        """Return weights, states and states of shared slots of some leaves."""
+        """Return weights, states and states of block-wise slots of some leaves."""
         weights = [self.weights[i] for i in indices]
-        return weights, [self.states[i] for i in indices], [self.shared[i] for i in indices]
+        return weights, [self.states[i] for i in indices], [self.blockwise[i] for i in indices]
 
-    def set(self, indices: Sequence[int], weights: Any, states: Any, shared: Any) -> None:
-        """Replace weights, states and states of shared slots of some leaves."""
-        for i, *new in zip(indices, weights, states, shared, strict=True):
-            self.weights[i], self.states[i], self.shared[i] = new
+    def set(self, indices: Sequence[int], weights: Any, states: Any, blockwise: Any) -> None:
+        """Replace weights, states and states of block-wise slots of some leaves."""
+        for i, *new in zip(indices, weights, states, blockwise, strict=True):
+            self.weights[i], self.states[i], self.blockwise[i] = new
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -347,10 +348,7 @@ def train_step(
         raise TypeError(f"model must be a release.Layered, got {type(model).__name__}")
     if each_gradient is not None and not callable(each_gradient):
         raise TypeError(f"each_gradient must be a function of an array, got {each_gradient!r}")
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
-        )
+    check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
 
     def step(params: optax.Params, state: optax.OptState, batch: object) -> tuple[Any, Any, Any]:
         places = None if specs is None else placements(params, specs, mesh)
@@ -504,8 +502,8 @@ def _backward_stack(
         gradients = [run.each(g) for g in jax.tree.leaves(gradients)]
         # in a separate barrier: slots are not needed while gradients are computed
         slots = [read_layer(slots, i, count) for _, *slots in leaves]
-        states, shared = (list(field) for field in zip(*slots, strict=True))
-        new = run.update_layer(stack, i, gradients, (weights, states, shared))
+        states, blockwise = (list(field) for field in zip(*slots, strict=True))
+        new = run.update_layer(stack, i, gradients, (weights, states, blockwise))
         rows = zip(leaves, zip(*new, strict=True), strict=True)
         return dx, totals, [write_layer(leaf, part, i, count) for leaf, part in rows]
 

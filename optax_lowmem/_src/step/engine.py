@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import context, derivative, numerics, random, trees
+from optax_lowmem._src.core import context, numerics, random, trees
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.compiled import FEW, compiled, each, is_eager, unstacked
 from optax_lowmem._src.core.hyperparameters import check_schedule
@@ -142,25 +142,25 @@ class Engine(StateFormat):
         if self.weights:
             check_order(gradients, params, state.correction)
         if any(
-            plan.writes_weight or any(s.codec for s in (*plan.slots, *plan.shared))
+            plan.writes_weight or any(s.codec for s in (*plan.slots, *plan.blockwise))
             for plan in plans
         ):
-            gradients, weights, h = derivative.without((gradients, weights, dict(h)))
-        states, shared = self.unpack(state, plans, like)
+            gradients, weights, h = numerics.forbid_differentiation((gradients, weights, dict(h)))
+        states, blockwise = self.unpack(state, plans, like)
         paths = [plan.path for plan in plans]
         count, keys = count_and_keys(state.seed, state.count, count, paths)
         batch = LeafBatch(
             tuple(plans), gradients, weights, states, h, [{}] * len(plans), keys,
-            tuple(range(len(plans))), context.step_arguments().implementation, shared, keys,
+            tuple(range(len(plans))), context.step_arguments().implementation, blockwise, keys,
         )  # fmt: skip
-        results, states, shared = step_leaves(self.rule, batch)
+        results, states, blockwise = step_leaves(self.rule, batch)
         for plan, update in zip(plans, results, strict=True):
             if not returns_params and plan.writes_weight:
                 context.emit(plan.path, update)
         if not self.weights and self.storage.update_dtype != "float32":
             results = trees.as_given(results, gradients)
         results = jax.tree.unflatten(jax.tree.structure(like), results)
-        return results, self.pack(count, plans, states, shared, like, state)
+        return results, self.pack(count, plans, states, blockwise, like, state)
 
     def _stand_in(
         self, updates: optax.Updates, state: optax.OptState, h: Mapping[str, jax.Array]
@@ -217,7 +217,7 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         else plan
         for plan, g in zip(batch.plans, batch.gradients, strict=True)
     ]
-    batch = batch.replace(plans=tuple(plans))
+    batch = dataclasses.replace(batch, plans=tuple(plans))
     if (
         len(plans) > FEW
         and platform.no_device_reason() is not None
@@ -225,21 +225,24 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         and is_eager(jax.tree.leaves(batch))
     ):
         # compile once for all parameters of one shape
-        assert batch.shared_keys is not None
+        assert batch.blockwise_keys is not None
         keys: list[Any] = unstacked(batch.keys)
-        shared_keys: list[Any] = unstacked(batch.shared_keys)
+        blockwise_keys: list[Any] = unstacked(batch.blockwise_keys)
         single = [
             (
                 rule,
-                batch.take([i]).nameless.replace(
-                    keys=keys[number][None], shared_keys=shared_keys[number][None], numbers=(0,)
+                dataclasses.replace(
+                    batch.take([i]).nameless,
+                    keys=keys[number][None],
+                    blockwise_keys=blockwise_keys[number][None],
+                    numbers=(0,),
                 ),
             )
             for i, number in enumerate(batch.numbers)
         ]
         columns = zip(*each(_step_leaves, single), strict=True)
-        updates, states, shared = ([x for (x,) in column] for column in columns)
-        return updates, states, shared
+        updates, states, blockwise = ([x for (x,) in column] for column in columns)
+        return updates, states, blockwise
     # on a mesh the shardings are in the context, which is not part of the key of `compiled`
     run = _step_leaves if context.step_arguments().placements else compiled(_step_leaves)
     return run(rule, batch)
@@ -250,22 +253,22 @@ def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
     parts: dict[UpdateRule, list[int]] = {}
     for i, plan in enumerate(batch.plans):
         parts.setdefault(rule.for_leaf(plan.matrices), []).append(i)
-    results: list[Any] = [None] * len(batch)
+    results: list[Any] = [None] * len(batch.plans)
     for leaf_rule, indices in parts.items():
         part = batch
         if parts.keys() != {rule}:
             part = batch.take(indices).with_keys_in_order()
             h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
-            part = part.replace(hyperparameters=h)
-        shared = part.shared
+            part = dataclasses.replace(part, hyperparameters=h)
+        blockwise = part.blockwise
         if leaf_rule.prepares in ("leaf", "blocks"):
-            part, shared = prepare_leaves(leaf_rule, part)
-        part = part.replace(shared=[], shared_keys=None)
+            part, blockwise = prepare_leaves(leaf_rule, part)
+        part = dataclasses.replace(part, blockwise=[], blockwise_keys=None)
         if isinstance(leaf_rule, MatrixRule):
             stepped = matrices.step_leaves(leaf_rule, part)
         else:
             stepped = fused_updates(leaf_rule, part)
-        for i, (update, state), of_blocks in zip(indices, stepped, shared, strict=True):
+        for i, (update, state), of_blocks in zip(indices, stepped, blockwise, strict=True):
             results[i] = update, state, of_blocks
-    updates, states, shared = ([row[i] for row in results] for i in range(3))
-    return updates, states, shared
+    updates, states, blockwise = ([row[i] for row in results] for i in range(3))
+    return updates, states, blockwise

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 
 from optax_lowmem._src.blocks import block_means
-from optax_lowmem._src.core import context, explicit, varying
+from optax_lowmem._src.core import context, varying
 from optax_lowmem._src.core.block import Block
+from optax_lowmem._src.core.sharding import left_to_xla, sharding_of
 from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.backend import fused_updates
 from optax_lowmem._src.step.batch import LeafBatch, LeafState
@@ -37,12 +38,12 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
             prepare = functools.partial(_prepare, rule, plan.nameless)
             leaf, h = batch.leaf(i), batch.hyperparameters
             names = jax.eval_shape(prepare, leaf, h)  # scalars, replicated on Explicit axes
-            prepared.append(explicit.left_to_xla(prepare, dict.fromkeys(names), leaf, h))
-        return batch.replace(operands=prepared), batch.shared
+            prepared.append(left_to_xla(prepare, dict.fromkeys(names), leaf, h))
+        return dataclasses.replace(batch, operands=prepared), batch.blockwise
     # XLA partitions the means of blocks that span several devices, also on Explicit axes
     blocks = [plan.block or Block() for plan in batch.plans]
     for plan, block, *arrays in zip(
-        batch.plans, blocks, batch.gradients, batch.shared, strict=True
+        batch.plans, blocks, batch.gradients, batch.blockwise, strict=True
     ):
         if not block.elementwise:
             varying.check_whole(
@@ -51,23 +52,23 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
     shardings = [
         (
             _operand_shardings(block, s.slots[0]),
-            jax.tree.map(explicit.sharding_of, (s.slots, s.scales)),
+            jax.tree.map(sharding_of, (s.slots, s.scales)),
         )
-        for block, s in zip(blocks, batch.shared, strict=True)
+        for block, s in zip(blocks, batch.blockwise, strict=True)
     ]
-    keys = batch.shared_keys
+    keys = batch.blockwise_keys
     work = functools.partial(
         _prepare_blocks, rule, batch.plans, blocks, batch.numbers, batch.implementation
     )
-    operands = batch.gradients, batch.shared, batch.hyperparameters, keys
-    result = explicit.left_to_xla(work, shardings, *operands)
-    of_blocks = [{OF_BLOCK: of_block} for of_block, _ in result]
-    return batch.replace(operands=of_blocks), [LeafState(*new) for _, new in result]
+    operands = batch.gradients, batch.blockwise, batch.hyperparameters, keys
+    result = left_to_xla(work, shardings, *operands)
+    of_blocks: list[Mapping[str, Any]] = [{OF_BLOCK: of_block} for of_block, _ in result]
+    return dataclasses.replace(batch, operands=of_blocks), [LeafState(*new) for _, new in result]
 
 
 def _operand_shardings(block: Block, v: jax.Array) -> Any:
     """Return the shardings of `Block.operands`: v's if there is one part, else XLA's choice."""
-    return explicit.sharding_of(v) if len(block.parts) == 1 else (None,) * len(block.parts)
+    return sharding_of(v) if len(block.parts) == 1 else (None,) * len(block.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +79,10 @@ class _BlockRule(UpdateRule):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The shared slots of the rule, here elementwise."""
-        return tuple(dataclasses.replace(s, shared=False) for s in self.rule.slots if s.shared)
+        """The block-wise slots of the rule, here elementwise."""
+        return tuple(
+            dataclasses.replace(s, blockwise=False) for s in self.rule.slots if s.blockwise
+        )
 
     @property
     def state_type(self) -> Any:
@@ -95,7 +98,7 @@ class _BlockRule(UpdateRule):
 
 
 def _of_blocks(plan: LeafPlan) -> LeafPlan:
-    return dataclasses.replace(plan.shared_plan, path=f"{plan.path} (means over blocks)")
+    return dataclasses.replace(plan.blockwise_plan, path=f"{plan.path} (means over blocks)")
 
 
 def _prepare_blocks(
@@ -105,14 +108,14 @@ def _prepare_blocks(
     numbers: tuple[int, ...],
     implementation: str | None,
     gradients: Sequence[jax.Array],
-    shared: Sequence[LeafState],
+    blockwise: Sequence[LeafState],
     h: Mapping[str, jax.Array],
     keys: jax.Array,
 ) -> list[tuple[Any, tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]]:
     """Return (`Block.operands`, (new block-wise slots, scales)) of each parameter."""
     scale = h.get("gradient_scale")
     means = block_means.means_of_squares(blocks, gradients, scale, implementation)
-    flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in shared]
+    flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in blockwise]
     # the means already include the gradient scale
     h = {name: value for name, value in h.items() if name != "gradient_scale"}
     of_blocks = LeafBatch(
@@ -125,7 +128,7 @@ def _prepare_blocks(
     shapes = [plan.shape for plan in plans]
     of_steps = block_means.operands(blocks, values, shapes, implementation)
     shaped = []
-    for old, (_, state), operands in zip(shared, result, of_steps, strict=True):
+    for old, (_, state), operands in zip(blockwise, result, of_steps, strict=True):
         slots = tuple(x.reshape(o.shape) for x, o in zip(state.slots, old.slots, strict=True))
         shaped.append((operands, (slots, state.scales)))
     return shaped

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.codecs import MasterSplit
-from optax_lowmem._src.core import array_metadata, context, explicit, numerics, trees, varying
+from optax_lowmem._src.core import array_metadata, context, numerics, trees, varying
 from optax_lowmem._src.core.compiled import compiled, is_free
+from optax_lowmem._src.core.sharding import filled_like, reshard, sharding_of, state_sharding
 from optax_lowmem._src.step.batch import LeafState
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
@@ -39,11 +40,13 @@ class StateFormat:
         else:
             slots, (count, others) = _zero_slots(plans, leaves), compiled(_zero_rest)(plans, fields)
         for plan, leaf, row, other in zip(plans, leaves, slots, others, strict=True):
-            names = {slot.name for slot in (*plan.slots, *plan.shared)}
+            names = {slot.name for slot in (*plan.slots, *plan.blockwise)}
             for name, x in other.items():
                 if name.removesuffix("_scale") in names:  # on Explicit axes, as steps shard it
-                    sharding = explicit.of_state(plan.path, leaf, x.shape, plan.group_size)
-                    x = explicit.reshard(x, sharding)  # noqa: PLW2901
+                    sharding = state_sharding(
+                        plan.path, leaf.shape, sharding_of(leaf), x.shape, (plan.group_size,)
+                    )
+                    x = reshard(x, sharding)  # noqa: PLW2901
                 row[name] = x
             if plan.split is not None:
                 row["correction"] = initial_correction(plan.split, plan.path, leaf)
@@ -53,7 +56,7 @@ class StateFormat:
     def unpack(
         self, state: optax.OptState, plans: list[LeafPlan], params: optax.Params
     ) -> tuple[list[LeafState], list[LeafState]]:
-        """Return the states of the leaves and of their shared slots, after checking both."""
+        """Return the states of the leaves and of their block-wise slots, after checking both."""
         columns = {}
         for name in self._fields():
             tree = getattr(state, name)
@@ -66,7 +69,7 @@ class StateFormat:
                 )
             trees.check_state_tree(tree, params)
         states: list[LeafState] = []
-        shared: list[LeafState] = []
+        blockwise: list[LeafState] = []
         for i, plan in enumerate(plans):
             forms = _forms(plan)
             row = {name: arrays[i] for name, arrays in columns.items()}
@@ -74,20 +77,20 @@ class StateFormat:
                 form = forms.get(name, _PLACEHOLDER)
                 if jnp.shape(x) != form.shape or jnp.dtype(x.dtype) != form.dtype:
                     raise ValueError(_misfit(plan, name, x, form))
-            for slots, results in ((plan.slots, states), (plan.shared, shared)):
+            for slots, results in ((plan.slots, states), (plan.blockwise, blockwise)):
                 codes = tuple(row[slot.name] for slot in slots)
                 scales = tuple(row[f"{s.name}_scale"] for s in slots if s.codec is not None)
                 results.append(LeafState(codes, scales))
             if plan.split is not None:
                 states[i] = states[i]._replace(correction=row["correction"])
-        return states, shared
+        return states, blockwise
 
     def pack(
         self,
         count: jax.Array,
         plans: list[LeafPlan],
         states: list[LeafState],
-        shared: list[LeafState],
+        blockwise: list[LeafState],
         params: optax.Params,
         before: optax.OptState,
     ) -> Any:
@@ -97,10 +100,10 @@ class StateFormat:
         of a constant, and so one launch per parameter.
         """
         columns = {name: jax.tree.leaves(getattr(before, name)) for name in self._fields()}
-        for i, (plan, state, of_blocks) in enumerate(zip(plans, states, shared, strict=True)):
+        for i, (plan, state, of_blocks) in enumerate(zip(plans, states, blockwise, strict=True)):
             if state.correction is not None:
                 columns["correction"][i] = state.correction
-            for slots, stored in ((plan.slots, state), (plan.shared, of_blocks)):
+            for slots, stored in ((plan.slots, state), (plan.blockwise, of_blocks)):
                 scales = iter(stored.scales)
                 for slot, values in zip(slots, stored.slots, strict=True):
                     columns[slot.name][i] = values
@@ -135,7 +138,7 @@ def _forms(plan: LeafPlan) -> Forms:
     forms = {"correction": jax.ShapeDtypeStruct(plan.shape if split else (),
                                                 split.dtype if split else jnp.int8)}  # fmt: skip
     stored = [*zip(plan.slots, plan.storage, strict=True)]
-    for slot, form in [*stored, *zip(plan.shared, plan.shared_storage, strict=True)]:
+    for slot, form in [*stored, *zip(plan.blockwise, plan.blockwise_storage, strict=True)]:
         forms[slot.name], forms[f"{slot.name}_scale"] = form
     return forms
 
@@ -148,7 +151,7 @@ def _zero_slots(plans: list[LeafPlan], leaves: list[Any]) -> list[dict[str, jax.
     """Return the zero elementwise slots of each leaf, with its sharding."""
     return [
         {
-            slot.name: explicit.filled(plan.path, leaf, form.codes, plan.group_size, 0)
+            slot.name: filled_like(plan.path, leaf, form.codes, plan.group_size, 0)
             for slot, form in zip(plan.slots, plan.storage, strict=True)
         }
         for plan, leaf in zip(plans, leaves, strict=True)
@@ -206,7 +209,7 @@ def _misfit(plan: LeafPlan, field: str, array: Any, form: jax.ShapeDtypeStruct) 
     """Return the error message for an array of a state that does not fit the plan."""
     hint = blocks = ""
     description = plan.block.description if plan.block is not None else ""
-    if description and field in {slot.name for slot in plan.shared}:
+    if description and field in {slot.name for slot in plan.blockwise}:
         blocks = f", {field}: {description}"
         if varying.sees_shards():
             hint = (

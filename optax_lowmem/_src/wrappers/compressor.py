@@ -14,18 +14,25 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_lowmem._src.codecs import GroupCodec, StoredSlot, encode_array, group_codec
-from optax_lowmem._src.core import array_metadata, context, derivative, explicit, random, trees
+from optax_lowmem._src.core import array_metadata, context, numerics, random, trees
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.compiled import compiled, each, is_free
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
+from optax_lowmem._src.core.sharding import (
+    filled_like,
+    left_to_xla,
+    reshard,
+    sharding_of,
+    state_sharding,
+)
 from optax_lowmem._src.step.masters import splits_masters
 from optax_lowmem._src.step.plan import ELEMENTWISE_FOUR_BITS, decide_slot, describe_block
-from optax_lowmem._src.step.storage import check_codec
+from optax_lowmem._src.step.storage import codec_of
 from optax_lowmem._src.wrappers.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 
-Select = Callable[[str, SlotFacts], GroupCodec | None]
+Select = Callable[[str, SlotFacts], GroupCodec | str | None]
 
-_BLOCK_WISE = ("FlashAdamState", "nu")  # its shape may differ from the parameter's
+_BLOCKWISE = ("FlashAdamState", "nu")  # its shape may differ from the parameter's
 _DRAWN_AS = {"trace": "mu"}  # flash_sgd calls optax's trace mu; both draw the same random bits
 _EMPTY: Mapping[Any, Any] = types.MappingProxyType({})
 
@@ -48,7 +55,7 @@ class _Slot:
       scales: the key of its scales in `CompressedState.scales`.
       codec: its codec.
       facts: what is known about its values.
-      block_wise: whether its arrays may have one value per block.
+      blockwise: whether its arrays may have one value per block.
       tree: its arrays.
     """
 
@@ -56,12 +63,12 @@ class _Slot:
     scales: str
     codec: GroupCodec
     facts: SlotFacts
-    block_wise: bool
+    blockwise: bool
     tree: Any
 
     def flattened(self, shape: tuple[int, ...], weight: tuple[int, ...]) -> bool:
         """Return whether an array is block-wise, and therefore grouped as one flat vector."""
-        return self.block_wise and shape != weight
+        return self.blockwise and shape != weight
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
@@ -83,7 +90,7 @@ def _forms(scales: Mapping[str, Any]) -> dict[tuple[str, str], tuple[Any, Any]]:
 
 def _shaped(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding | None) -> jax.Array:
     """Reshape `x`; on Explicit axes the result has this sharding (None for replicated)."""
-    return explicit.left_to_xla(lambda x: x.reshape(shape), sharding, x)
+    return left_to_xla(lambda x: x.reshape(shape), sharding, x)
 
 
 def _encoded(
@@ -100,7 +107,7 @@ def _encoded(
     key = random.named_key(seed, count, name) if stochastic else None
     values = _shaped(leaf, (leaf.size,), None) if flattened else leaf
     codes, scales = group_codec.encode(codec, values, group_size, key, _DRAWN_AS.get(slot, slot))
-    return _shaped(codes, leaf.shape, explicit.sharding_of(leaf)) if flattened else codes, scales
+    return _shaped(codes, leaf.shape, sharding_of(leaf)) if flattened else codes, scales
 
 
 def _decoded(
@@ -114,7 +121,7 @@ def _decoded(
     # XLA instead of a kernel: it is fused into the inner update, and f32 values are never stored
     rows = _shaped(codes, (codes.size,), None) if flattened else codes
     values = group_codec.decode(codec, rows, scales, group_size, length, implementation="xla")
-    return _shaped(values, codes.shape, explicit.sharding_of(codes)) if flattened else values
+    return _shaped(values, codes.shape, sharding_of(codes)) if flattened else values
 
 
 def _constants(
@@ -137,9 +144,11 @@ def _constants(
         row = jnp.broadcast_to(one.astype(jnp.float32).reshape(1), (codec.codes_per_byte,))
         code, scale = encode_array(codec, row, group_size)
         codes, scales = codec.storage(weight.shape, group_size)
-        code = explicit.filled("a leaf", weight, codes, group_size, code.reshape(()))
-        sharding = explicit.of_state("a leaf", weight, scales.shape, group_size)
-        pairs.append((code, explicit.reshard(jnp.full(scales.shape, scale.reshape(())), sharding)))
+        code = filled_like("a leaf", weight, codes, group_size, code.reshape(()))
+        sharding = state_sharding(
+            "a leaf", weight.shape, sharding_of(weight), scales.shape, (group_size,)
+        )
+        pairs.append((code, reshard(jnp.full(scales.shape, scale.reshape(())), sharding)))
     return pairs
 
 
@@ -175,8 +184,8 @@ class Compressor:
         kind = type(state).__name__
         if codec is not None and kind in REFUSED:
             raise ValueError(f"{kind}.{field} cannot be kept in 8 bits: {REFUSED[kind]}.")
+        codec = codec_of(f"{kind}.{field}", codec, known.signed)
         if codec is not None:
-            check_codec(f"{kind}.{field}", codec, known.signed)
             codec.check_group_size(self.group_size)
         return codec
 
@@ -188,9 +197,9 @@ class Compressor:
             codec = self._codec_of(node, field)
             if codec is None:
                 return value
-            name, block_wise = scale_name(field, slots), (type(node).__name__, field) == _BLOCK_WISE
+            name, blockwise = scale_name(field, slots), (type(node).__name__, field) == _BLOCKWISE
             known = facts(node, field, ours=True)
-            slots[name] = _Slot(field, name, codec, known, block_wise, value)
+            slots[name] = _Slot(field, name, codec, known, blockwise, value)
             return ()
 
         map_slots(visit, state)
@@ -218,7 +227,7 @@ class Compressor:
                         f"the inner optimizer: give it storage=Storage({slot.name}=None), or "
                         "remove this second codec."
                     )
-                of_weight = slot.facts.moment and leaf.ndim and not slot.block_wise
+                of_weight = slot.facts.moment and leaf.ndim and not slot.blockwise
                 if of_weight and shapes.get(path, leaf.shape) != leaf.shape:
                     raise ValueError(
                         f"slot {slot.name} of '{path}' has shape {leaf.shape}, its parameter "
@@ -505,7 +514,7 @@ class Compressor:
         trees.check_state(state, CompressedState)
         if params is not None:
             trees.match("gradient", updates, params)
-        updates, params = derivative.without((updates, params))
+        updates, params = numerics.forbid_differentiation((updates, params))
         new, inner = self.inner.update(
             trees.widened(updates), self._decode(state, updates), params, **extra
         )

@@ -1,4 +1,4 @@
-"""The step of several leaves in one GPU kernel, for every backend (see `gpu_kernel`).
+"""The step on a GPU: several leaves in one kernel, by Pallas or by generated Triton.
 
 The body calls the same rule, codecs and split as the reference. Leaves that differ only in shape
 share a launch: a program finds its leaf from its program id, loads a tile, steps and stores it.
@@ -18,25 +18,46 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import Block, product
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
-from optax_lowmem._src.kernels import gpu_kernel, jaxpr_to_triton, tiles
+from optax_lowmem._src.kernels import gpu_kernel, jaxpr_to_triton, platform, tiles
+from optax_lowmem._src.kernels.fallback import on_one_device, with_fallback
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
-from optax_lowmem._src.step.batch import Leaf, LeafState, Result
+from optax_lowmem._src.step import reference, tuning, xla
+from optax_lowmem._src.step.batch import Leaf, LeafBatch, LeafState, Result
+from optax_lowmem._src.step.on_mesh import StepPartition
 from optax_lowmem._src.step.operands import (
     AnyHyperparameters,
     aliases,
     output,
     restored,
     step_tile,
+    update_dtype,
     views,
 )
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
+from optax_lowmem._src.step.scopes import scope
 
 _MAX_LANES = 1 << 16  # of generated Triton
 _MAX_POINTERS = 480  # CUDA limits arguments to 4 KiB
+_UPDATES = 1 << 20  # bytes of updates that a launch may always allocate
 
 
-def unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
+# ---- what the kernels support --------------------------------------------------------------------
+
+
+def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
+    """Return the reason why the kernel of a backend cannot step a parameter, or None."""
+    for slot in plan.slots:
+        if slot.codec is not None and slot.codec.bits < 8 and slot.codec.no_tile_reason:
+            return slot.codec.no_tile_reason
+    if backend == "pallas":
+        return None if platform.has_pallas_triton() else platform.NO_PALLAS_TRITON
+    if not platform.has_jax_triton():
+        return platform.NO_JAX_TRITON
+    return triton_unsupported(rule, plan)
+
+
+def triton_unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return the reason why generated Triton cannot step a leaf, or None."""
     if not 0 < math.prod(plan.shape) <= MAX_ELEMENTS:
         return f"{math.prod(plan.shape)} elements; the kernel takes 1 to {MAX_ELEMENTS}"
@@ -72,10 +93,134 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
             None if plan.split is None else like(plan.split.dtype, *shape),
         ),
     )
-    noise = like(jnp.uint32, shape[0], 1), like(jnp.uint32, shape[1])
+    seeds = like(jnp.uint32, shape[0], 1), like(jnp.uint32, shape[1])
     with numerics.kernel_arithmetic(jaxpr_to_triton.APPROXIMATIONS):
         step = functools.partial(step_tile, rule, plan, h=AnyHyperparameters())
-        return jaxpr_to_triton.missing(jax.make_jaxpr(step)(leaf, noise=noise))
+        return jaxpr_to_triton.missing(jax.make_jaxpr(step)(leaf, seeds=seeds))
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+def step(
+    backend: str, rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None
+) -> list[Result]:
+    """Step parameters that a backend supports, in as few launches as `tuned` allows."""
+    cut = tuning.resolve(tuned, backend, rule.elementwise_slots, batch.plans[0].group_size)
+    results: dict[int, Result] = {}
+    for together in group_leaves(batch, cut):
+        result = _step_launch(rule, backend, batch.take(together), cut.tile)
+        results.update(zip(together, result, strict=True))
+    return [results[i] for i in range(len(batch.plans))]
+
+
+def group_leaves(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
+    """Group the indices of leaves into launches; leaves of a launch differ only in path and shape.
+
+    Launches with equal shapes compile once. Shapes that occur equally often, like those of a
+    model's layers, are therefore distributed evenly, so that many launches have the same shapes.
+    The remaining leaves, and shapes that occur once, are grouped in order.
+
+    If a step returns updates, each leaf needs a new array for its weight or update. Those of a
+    launch take at most 4 bytes per element of the largest leaf, or 1 MB.
+    """
+    plans = batch.plans
+    largest = max(math.prod(plan.shape) for plan in plans)
+    kinds: dict[Any, list[int]] = {}
+    for i, (plan, g) in enumerate(zip(plans, batch.gradients, strict=True)):
+        lanes = Tiling(plan.shape, plan.group_size, tuned.tile.elements).lanes
+        kind = (plan.shapeless, lanes, jnp.dtype(g.dtype))
+        kinds.setdefault(kind, []).append(i)
+    done = []
+    for alike in kinds.values():
+        plan, p = plans[alike[0]], batch.weights[alike[0]]
+        most = tuned.elements
+        if not plan.returns_params:
+            itemsize = update_dtype(plan, p).itemsize
+            most = min(most, max(4 * largest, _UPDATES) // itemsize)
+        sizes = {i: math.prod(plans[i].shape) for i in alike}
+        shapes: dict[tuple[int, ...], list[int]] = {}
+        for i in alike:
+            shapes.setdefault(plans[i].shape, []).append(i)
+        decks: dict[int, list[int]] = {}  # the first leaf of each shape, by how many there are
+        for same in shapes.values():
+            decks.setdefault(len(same), []).append(same[0])
+        left = decks.pop(1, [])
+        for count, firsts in decks.items():
+            for pack in _in_order(firsts, sizes, tuned.leaves, most):
+                size = sum(sizes[i] for i in pack)
+                each = max(1, min(tuned.leaves // len(pack), most // size, count))
+                alike_often = [shapes[plans[i].shape] for i in pack]
+                equal = count // each if count >= 2 * each else 0
+                for first in range(0, equal * each, each):
+                    done.append([i for same in alike_often for i in same[first:][:each]])
+                left += [i for same in alike_often for i in same[equal * each :]]
+        done += _in_order(sorted(left), sizes, tuned.leaves, most)
+    return done
+
+
+def _in_order(
+    leaves: Sequence[int], sizes: Mapping[int, int], most_leaves: int, most_elements: int
+) -> list[list[int]]:
+    """Group leaves in order, up to a number of leaves and elements per group."""
+    done: list[list[int]] = []
+    elements = 0
+    for i in leaves:
+        elements += sizes[i]
+        if not done or len(done[-1]) == most_leaves or elements > most_elements:
+            done.append([])
+            elements = sizes[i]
+        done[-1].append(i)
+    return done
+
+
+def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Result]:
+    """Step the parameters of one launch."""
+    plans, paths = batch.nameless.plans, [plan.path for plan in batch.plans]
+    leaves = [batch.leaf(i) for i in range(len(batch.plans))]
+    names, numbers = tuple(sorted(batch.h(0))), batch.numbers
+    # one row per leaf only if hyperparameters differ between leaves
+    hs = [batch.h(i) for i in range(len(batch.plans) if rule.prepares == "leaf" else 1)]
+    scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in hs])
+
+    def by_kernel(
+        plans: tuple[LeafPlan, ...],
+        numbers: tuple[int, ...],
+        leaves: list[Leaf],
+        scalars: jax.Array,
+        keys: jax.Array,
+    ) -> list[Result]:
+        arrays = tuple(leaves), names, scalars, keys, jnp.asarray(numbers, jnp.int32)
+        with scope(paths, backend):
+            results = launch(rule, plans, *arrays, tile, backend=backend)
+        return [
+            result._replace(update=reference.emit(plan, leaf.p, result.update))
+            for plan, leaf, result in zip(plans, leaves, results, strict=True)
+        ]
+
+    def by_xla(
+        two_passes: bool, leaves: list[Leaf], scalars: jax.Array, keys: jax.Array
+    ) -> list[Result]:
+        hs = [dict(zip(names, row, strict=True)) for row in scalars]
+        results = []
+        for i, (plan, leaf, number) in enumerate(zip(plans, leaves, numbers, strict=True)):
+            step = functools.partial(xla.plain, two_passes=two_passes and plan.quantized)
+            with scope([paths[i]], "xla"):
+                results.append(step(rule, plan, leaf, hs[i % len(hs)], keys[number]))
+        return results
+
+    arguments = (leaves, scalars, batch.keys)
+    content = f"{rule} {names} {tile}"
+    partition = StepPartition(backend, content, by_kernel, paths, plans, numbers, arguments)
+    run = functools.partial(by_kernel, plans, numbers)
+    if batch.implementation is not None:
+        result: list[Result] = on_one_device(run, run, *arguments, partition=partition)
+        return result
+    once, twice = (functools.partial(by_xla, two_passes) for two_passes in (False, True))
+    return with_fallback("cuda", run, once, *arguments, several=twice, partition=partition)
+
+
+# ---- the kernel ----------------------------------------------------------------------------------
 
 
 def _parts(plan: LeafPlan) -> Sequence[Block]:
@@ -83,7 +228,7 @@ def _parts(plan: LeafPlan) -> Sequence[Block]:
     return plan.block.fit(plan.shape).parts if plan.block else ()
 
 
-def _kernel(
+def _step_program(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
     tilings: Sequence[Tiling],
@@ -91,7 +236,7 @@ def _kernel(
     program: Program,
     scalars: Operand,
     keys: Operand,
-    lane_bits: Operand,
+    lane_seeds: Operand,
     numbers: Operand,
     leaves: Any,
     *results: Any,
@@ -114,17 +259,17 @@ def _kernel(
         i, place, of_slots, of_block, counters, read, into = chosen
         # first what is needed last: Triton would load it where it is used
         h = {name: scalars.load(i if per_leaf else 0, j) for j, name in enumerate(names)}
-        noise = None
+        seeds = None
         if counters is not None:
             number = numbers.load(i)
-            key, lanes = keys.load(number), gpu_kernel.Run(0, lane_bits.shape[1])
-            noise = random.mix(key + counters)[:, None], lane_bits.load(number, lanes)
+            key, lanes = keys.load(number), gpu_kernel.Run(0, lane_seeds.shape[1])
+            seeds = random.mix(key + counters)[:, None], lane_seeds.load(number, lanes)
         leaf = _load(plan, place, of_slots, read)
         if of_block:
             pairs = zip(of_block, jax.tree.leaves(read.of_block), strict=True)
             values = product([place.load_of_block(x, at) for at, x in pairs])
             leaf = leaf._replace(of_block=values)
-        result = _step(rule, plan, program.approximations, leaf, h, noise)
+        result = _step_tile(rule, plan, program.approximations, leaf, h, seeds)
         _store(place, of_slots, into, result)
 
     program.with_one(position, starts, choose, run)
@@ -132,18 +277,18 @@ def _kernel(
 
 # jitted so that equal tiles are traced once for all leaves and launches; the lowering inlines it
 @functools.partial(jax.jit, static_argnames=("rule", "plan", "approximations"))
-def _step(
+def _step_tile(
     rule: UpdateRule,
     plan: LeafPlan,
     approximations: numerics.Approximations | None,
     leaf: Leaf,
     h: Mapping[str, jax.Array],
-    noise: tuple[jax.Array, jax.Array] | None,
+    seeds: random.Seeds | None,
 ) -> Result:
     if approximations is None:
-        return step_tile(rule, plan, leaf, h, noise)
+        return step_tile(rule, plan, leaf, h, seeds)
     with numerics.kernel_arithmetic(approximations):
-        return step_tile(rule, plan, leaf, h, noise)
+        return step_tile(rule, plan, leaf, h, seeds)
 
 
 def _load(plan: LeafPlan, place: tiles.Place, of_slots: Sequence[tiles.Place], leaf: Any) -> Leaf:
@@ -204,15 +349,15 @@ def launch(
       tile: size of a tile, and its warps.
       backend: as in `gpu_kernel.launch`.
     """
-    shared = [_shared(plan, tile) if backend == "triton" else None for plan in plans]
+    codes = [_code_of(plan, tile) if backend == "triton" else None for plan in plans]
     most = _MAX_POINTERS // (2 * len(jax.tree.leaves(leaves[0])) + 1)
     results: dict[int, Result] = {}
-    for kind in dict.fromkeys(shared):
-        alike = [i for i, other in enumerate(shared) if other == kind]
+    for kind in dict.fromkeys(codes):
+        alike = [i for i, other in enumerate(codes) if other == kind]
         for first in range(0, len(alike), most):
             batch = alike[first : first + most]
             whole = len(batch) == len(plans)
-            result = _launch(
+            result = _launch_together(
                 rule,
                 [plans[i] for i in batch],
                 [leaves[i] for i in batch],
@@ -227,14 +372,14 @@ def launch(
     return [results[i] for i in range(len(plans))]
 
 
-def _shared(plan: LeafPlan, tile: Tile) -> tuple[tiles.Form, tuple[bool, ...]]:
+def _code_of(plan: LeafPlan, tile: Tile) -> tuple[tiles.Form, tuple[bool, ...]]:
     """Return what leaves have in common if they share the code of generated Triton."""
     tiling = Tiling(plan.shape, plan.group_size, tile.elements)
     within = tuple(tiles.within_groups(tiling, part) for part in _parts(plan))
     return tiles.Form.of([tiling])._replace(masked=True), within
 
 
-def _launch(
+def _launch_together(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
     leaves: Sequence[Leaf],
@@ -257,10 +402,10 @@ def _launch(
     # computed once here, since all tiles of a leaf use the same lane bits
     lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
     row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
-    lane_bits = random.lane_bits(lane_keys[:, None], lanes)
+    lane_seeds = random.lane_seeds(lane_keys[:, None], lanes)
     outputs = gpu_kernel.launch(
-        functools.partial(_kernel, rule, plans, tilings, names),
-        [scalars, row_keys, lane_bits, leaf_numbers, viewed],
+        functools.partial(_step_program, rule, plans, tilings, names),
+        [scalars, row_keys, lane_seeds, leaf_numbers, viewed],
         results,
         (sum(tiling.tiles for tiling in tilings),),
         warps=tile.warps,
