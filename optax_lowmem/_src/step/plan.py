@@ -14,7 +14,7 @@ from optax_lowmem._src.core import context, groups, trees
 from optax_lowmem._src.core.block import Block, BlockStructure
 from optax_lowmem._src.core.policy import Policy
 from optax_lowmem._src.step.matrix_axes import Matrices, MatrixAxes
-from optax_lowmem._src.step.rule import Slot, UpdateRule
+from optax_lowmem._src.step.rule import MatrixRule, Slot, UpdateRule
 from optax_lowmem._src.step.storage import Storage
 
 
@@ -317,12 +317,15 @@ def plan_leaves(
     for (path, leaf), decay in zip(leaves, decays, strict=True):
         trees.check_param(path, leaf)
         shape, dtype, block = tuple(leaf.shape), jnp.dtype(leaf.dtype), blocks.get(path)
+        own_rule, own_axes = rule.for_leaf(axes.get(path)), axes.get(path)
+        if isinstance(own_rule, MatrixRule) and own_axes is not None:
+            block = own_rule.block(own_axes)
         slots = {
             slot: _plan_slot(
                 storage, slot, path, shape, path in masked_out, path in tables, block,
                 (path, slot.name) in coded, (slot_dtypes or {}).get(slot.name),
             )
-            for slot in rule.for_leaf(axes.get(path)).slots
+            for slot in own_rule.slots
         }  # fmt: skip
         in_dtype = weights and storage.update_dtype == "param"
         plans.append(
@@ -338,7 +341,7 @@ def plan_leaves(
                 returns_params=returns_params,
                 block=block,
                 blockwise=tuple(plan for slot, plan in slots.items() if slot.blockwise),
-                matrices=axes.get(path),
+                matrices=own_axes,
                 rounds=weights and dtype != jnp.float32 and rounds_weights(storage),
                 follows_gradient=weights and storage.update_dtype == "gradient",
             )
@@ -373,7 +376,7 @@ def _plan_slot(
     stored: bool,
     plain_dtype: Any,
 ) -> SlotPlan:
-    name, codec = slot.name, getattr(storage, slot.name)
+    name, codec = slot.name, getattr(storage, slot.name) if slot.compressed else None
     refused = f"storage.{name} is None" if codec is None else None
     stochastic = {"stochastic": True, "nu": name == "nu", "embeddings": in_table}
     decision = decide_slot(
