@@ -212,16 +212,15 @@ def decide_slot(
       stored: whether the current state stores codes for the slot.
       refused: a reason to keep f32 that precedes the policy's.
     """
-    masked = "the policy's mask is False here" if masked_out else None
-    reason = refused or masked or policy.reason(path, shape, slot, stored)
+    refused = refused or ("the policy's mask is False here" if masked_out else None)
+    reason = refused or policy.reason(path, shape, slot, stored)
+    asked: Any = {"shape": shape, "patterns": () if refused else policy.exclude}
     if reason or codec is None:
-        return context.Decision(path, slot, None, reason or "", shape=shape)
+        return context.Decision(path, slot, None, reason or "", **asked)
     rounding = "stochastic" if stochastic else "nearest"
     packed = f"{codec.codes_per_byte} codes per byte, " if codec.bits < 8 else ""
     reason = f"groups of {group_size}, {packed}{rounding} rounding"
-    return context.Decision(
-        path, slot, codec.name, reason, group_size, codec, stochastic, shape=shape
-    )
+    return context.Decision(path, slot, codec.name, reason, group_size, codec, stochastic, **asked)
 
 
 def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
