@@ -216,7 +216,7 @@ def test_lowered_for_more_devices_than_there_are():
         start(), (of_params, shardings, of_params),
     )  # fmt: skip
     lowered = jax.jit(step).trace(*forms).lower(lowering_platforms=("cpu",))
-    assert "@CustomSPMDPartitioning" in lowered.as_text()
+    assert "@lowmem_partitioned" in lowered.as_text()
 
 
 def case_a_loop_with_a_condition():

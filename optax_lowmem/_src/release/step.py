@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 from optax_lowmem._src.core import context, random, trees, varying
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.core.sharding import placements
 from optax_lowmem._src.release.model import (
     Layered,
@@ -347,10 +348,7 @@ def train_step(
         raise TypeError(f"model must be a release.Layered, got {type(model).__name__}")
     if each_gradient is not None and not callable(each_gradient):
         raise TypeError(f"each_gradient must be a function of an array, got {each_gradient!r}")
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
-        )
+    check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
 
     def step(params: optax.Params, state: optax.OptState, batch: object) -> tuple[Any, Any, Any]:
         places = None if specs is None else placements(params, specs, mesh)

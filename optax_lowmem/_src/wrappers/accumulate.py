@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import context, numerics, random, trees, varying
 from optax_lowmem._src.core.compiled import is_eager
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.core.sharding import reshard_like
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
@@ -72,11 +73,10 @@ def accumulate_gradients(
             f"every must be a number of micro-batches, at least 1, got {every!r}. To inject "
             "hyperparameters, use lowmem.inject_hyperparams."
         )
+    check_choice("into", into, ("bfloat16", "moments"))
     if into == "bfloat16":
         work = _Buffered(trees.wrapped(tx), every, seed)
         return optax.GradientTransformationExtraArgs(work.init, work.update)
-    if into != "moments":
-        raise ValueError(f"into must be 'bfloat16' or 'moments', got {into!r}")
     if not isinstance(tx, EngineTransformation) or not tx.engine.weights:
         raise ValueError(
             "into='moments' needs an unwrapped flash_sgd, flash_adam or flash_adamw: a chain or "

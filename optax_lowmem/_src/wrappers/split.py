@@ -10,11 +10,12 @@ import optax
 from optax_lowmem._src.codecs import MasterSplit
 from optax_lowmem._src.core import array_metadata, context, numerics, random, trees
 from optax_lowmem._src.core.compiled import each, unstacked
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.step import MASTER, split_update
 from optax_lowmem._src.step.masters import adds_noise, join_masters, splits_masters
 from optax_lowmem._src.step.plan import choose_split, split_for
 from optax_lowmem._src.step.state import check_order, initial_correction, promoted
-from optax_lowmem._src.step.storage import Storage, check_bits, check_master_rounding
+from optax_lowmem._src.step.storage import NEAREST_OR_NOT, Storage, check_bits
 
 
 class SplitState(NamedTuple):
@@ -179,7 +180,7 @@ def split_master_weights(
       >>> tx = lowmem.split_master_weights(optax.contrib.muon(0.02))
     """
     check_bits("bits", bits)
-    check_master_rounding("rounding", rounding)
+    check_choice("rounding", rounding, NEAREST_OR_NOT)
     storage = Storage(
         master_weight_bits=bits, split=split, update_dtype=update_dtype, master_rounding=rounding,
         seed=seed, group_size=group_size,
