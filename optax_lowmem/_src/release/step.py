@@ -17,10 +17,11 @@ from optax_lowmem._src.release.model import (
     Parts,
     Stack,
     floats,
+    map_x,
     reads,
-    take_apart,
     with_floats,
 )
+from optax_lowmem._src.release.trace import Program, trace
 from optax_lowmem._src.step import IMPLEMENTATIONS, LeafPlan, LeafState
 from optax_lowmem._src.step.batch import LeafBatch
 from optax_lowmem._src.step.engine import Engine, EngineTransformation, count_and_keys, step_leaves
@@ -164,7 +165,7 @@ class Run:
     def begin(
         cls,
         engine: Engine,
-        model: Layered,
+        model: Layered | Program,
         params: optax.Params,
         state: optax.OptState,
         each: Gradient | None,
@@ -173,7 +174,7 @@ class Run:
         """Start a step; raise ValueError if a leaf of a stack cannot be stepped layer by layer."""
         trees.check_state(state, engine.rule.state_type)
         plans = engine.plans(params, state, returns_params=True)
-        parts = take_apart(params, tuple(model.layers))
+        parts = model.take_apart(params)
         of_layers = {
             i: layer_plan(engine.rule, plans[i], stack.layers, per_layer)
             for stack in parts.stacks.values()
@@ -279,15 +280,17 @@ class Run:
 
 def train_step(
     tx: optax.GradientTransformation,
-    model: Layered,
+    model: Layered | Callable[[Any, Any], Any],
     *,
+    layers: str | Sequence[str] = (),
+    has_aux: bool = False,
     each_gradient: Gradient | None = None,
     per_layer: bool = False,
     implementation: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     specs: object = None,
 ) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
-    """Return a training step that never stores the gradients of all stacked layers at once.
+    """Return a training step that never stores the gradients of all layers at once.
 
     The forward pass saves the input of every layer. The backward pass loops over the layers: it
     recomputes a layer from its input, computes its gradients, steps its slice of every weight and
@@ -296,9 +299,18 @@ def train_step(
 
     The result equals `jax.value_and_grad(model)` with `lowmem.step`, including random bits.
 
+    A loss function is traced and cut into such stages: at every `lax.scan` over parameters (also
+    those of `nn.scan` and `nnx.scan`), and between the layers that `layers` names, where the fewest
+    bytes pass from one layer to the next. Values that depend on no parameter (masks, rotary tables,
+    dropout keys) are computed once. Layers in a list may differ, and share parameters.
+
     Args:
       tx: one of our optimizers, such as `flash_adamw(schedule, mask=...)`.
-      model: the stages and stacks.
+      model: a loss function, (params, batch) -> loss, or a `Layered`.
+      layers: for a loss function that calls its layers one by one: the path in the parameters of
+        the list of layers ("layers", "decoder/blocks"), or a pattern of the paths of the layers
+        ("Block_*"), or several. With it, only scans over parameters at these paths are cut.
+      has_aux: whether a loss function returns (loss, aux).
       each_gradient: function applied to every gradient; for a stack, to one layer at a time,
         without the layer axis. For elementwise work such as clipping by value, or `lax.pmean`
         inside a `shard_map`.
@@ -309,18 +321,21 @@ def train_step(
       specs: likewise; the layer axis must not be sharded.
 
     Returns:
-      (params, state, batch) -> (loss, params, state), with (loss, aux) if the model `has_aux`. Jit
+      (params, state, batch) -> (loss, params, state), with (loss, aux) if the model has aux. Jit
       it with `donate_argnums=(0, 1)`; it donates nothing by itself.
 
     Raises:
-      TypeError: if `model` is no `Layered`, or `each_gradient` no function.
+      TypeError: if `model` or `each_gradient` is no function; for `layers` and `has_aux` with a
+        `Layered`.
       ValueError: for a transformation that may need all gradients at once: anything around or
         before one of our optimizers (clipping by the global norm, `accumulate_gradients`,
-        `MultiSteps`). When called, for a leaf whose layers depend on one another.
+        `MultiSteps`). When called, for a leaf whose layers depend on one another, and for a loss
+        function without layers, or whose layers cannot be separated.
 
     Memory: besides weights, state and the inputs of the layers (which rematerialisation of each
     layer stores anyway), the working set of one layer: its backward pass, its gradients, and a copy
     of its slices. An ordinary step stores the gradients of all layers, 2 or 4 bytes per parameter.
+    A value that depends on the parameters and skips layers is stored once.
 
     Numerics: XLA may fuse the multiply-adds of the two programs differently, which changes last
     bits, and codes only next to a rounding boundary. Adam-mini's block means are computed layer by
@@ -329,22 +344,27 @@ def train_step(
     Example:
       >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
       >>> from optax_lowmem import release
-      >>> model = release.Layered(
-      ...     first=lambda rest, batch: rest["embed"][batch],
-      ...     layers={"layers": lambda weights, rest, x, batch: x + jnp.tanh(x @ weights["w"])},
-      ...     last=lambda rest, x, batch: jnp.mean((x @ rest["embed"].T - 1) ** 2),
-      ... )
+      >>> def loss_fn(params, tokens):
+      ...     x = params["embed"][tokens]
+      ...     layer = lambda x, weights: (x + jnp.tanh(x @ weights["w"]), None)
+      ...     x, _ = jax.lax.scan(layer, x, params["layers"])
+      ...     return jnp.mean((x @ params["embed"].T - 1) ** 2)
       >>> params = {"embed": jnp.ones((5, 4)), "layers": {"w": jnp.ones((3, 4, 4))}}
       >>> tx = lowmem.flash_adamw(1e-3)
       >>> params, state = lowmem.init(tx, params)
-      >>> step = jax.jit(release.train_step(tx, model), donate_argnums=(0, 1))
+      >>> step = jax.jit(release.train_step(tx, loss_fn), donate_argnums=(0, 1))
       >>> loss, params, state = step(params, state, jnp.array([0, 1]))
       >>> print(params["layers"]["w"].shape, state.count)
       (3, 4, 4) 1
     """
     engine = _engine_of(tx)
-    if not isinstance(model, Layered):
-        raise TypeError(f"model must be a release.Layered, got {type(model).__name__}")
+    if isinstance(model, Layered) and (layers or has_aux):
+        raise TypeError("layers and has_aux are arguments for a loss function; a Layered has both")
+    if not callable(model):
+        raise TypeError(
+            "model must be a loss function (params, batch) -> loss, or a release.Layered, got "
+            f"{type(model).__name__}"
+        )
     if each_gradient is not None and not callable(each_gradient):
         raise TypeError(f"each_gradient must be a function of an array, got {each_gradient!r}")
     if implementation not in (None, *IMPLEMENTATIONS):
@@ -355,8 +375,14 @@ def train_step(
     def step(params: optax.Params, state: optax.OptState, batch: object) -> tuple[Any, Any, Any]:
         places = None if specs is None else placements(params, specs, mesh)
         with context.stepping(implementation=implementation, placements=places):
-            run = Run.begin(engine, model, params, state, each_gradient, per_layer)
-            loss = backward(model, run, batch)
+            stages: Layered | Program
+            stages, inputs = (
+                (model, batch)
+                if isinstance(model, Layered)
+                else trace(model, params, batch, layers, has_aux)
+            )
+            run = Run.begin(engine, stages, params, state, each_gradient, per_layer)
+            loss = backward(stages, run, inputs)
             return loss, *run.result(params)
 
     return step
@@ -392,13 +418,22 @@ def _engine_of(tx: optax.GradientTransformation) -> Engine:
 # ---- backward, stage by stage --------------------------------------------------------------------
 
 
-def backward(model: Layered, run: Run, batch: object) -> Any:
+def backward(model: Layered | Program, run: Run, batch: object) -> Any:
     """Return the loss (and aux), and update all leaves of `run`."""
     parts = run.parts
     reading = [_positions(reads(lambda rest: model.first(rest, batch), parts.rest()))]
     x, pull_first = _first(model, parts, batch, reading[0])
     inputs = []
     for path, layer in model.layers.items():
+        if path not in parts.stacks:
+
+            def once(rest: optax.Params, x: Any, layer: LayerFunction = layer) -> Any:
+                return layer(None, rest, x, batch)
+
+            reading.append(_positions(reads(once, parts.rest(), x)))
+            inputs.append(x)
+            x = once(parts.rest(), x)
+            continue
         stacked = parts.stacks[path].tree
         one_layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), stacked)
 
@@ -419,7 +454,10 @@ def backward(model: Layered, run: Run, batch: object) -> Any:
     dx = run.update_rest(due[-1], dx)
     stages = list(zip(model.layers.items(), inputs, reading[1:-1], due[1:-1], strict=True))
     for (path, layer), saved, positions, done in reversed(stages):
-        dx = _backward_stack(run, layer, parts.stacks[path], saved, dx, batch, positions)
+        if path in parts.stacks:
+            dx = _backward_stack(run, layer, parts.stacks[path], saved, dx, batch, positions)
+        else:
+            dx = _backward_once(run, layer, saved, dx, batch, positions)
         dx = run.update_rest(done, dx)
     run.add(reading[0], pull_first(dx)[0])
     run.update_rest(due[0], ())
@@ -430,7 +468,9 @@ def _positions(flags: Sequence[bool]) -> list[int]:
     return [at for at, flag in enumerate(flags) if flag]
 
 
-def _first(model: Layered, parts: Parts, batch: object, positions: list[int]) -> tuple[Any, Any]:
+def _first(
+    model: Layered | Program, parts: Parts, batch: object, positions: list[int]
+) -> tuple[Any, Any]:
     """Return x, and the pullback from its gradient to those of the leaves at `positions`."""
 
     def run(read: list[jax.Array]) -> tuple[Any, Any]:
@@ -444,16 +484,22 @@ def _first(model: Layered, parts: Parts, batch: object, positions: list[int]) ->
 def _forward(
     layer: LayerFunction, parts: Parts, stacked: object, x: object, batch: object
 ) -> tuple[Any, Any]:
-    """Return x after all layers, and the stacked inputs of the layers."""
+    """Return x after all layers, and the stacked inputs of the layers (not of `Unchanged`)."""
 
     def body(x: object, weights: object) -> tuple[Any, Any]:
-        return layer(weights, parts.rest(), x, batch), x
+        return layer(weights, parts.rest(), x, batch), jax.tree.leaves(_changing(x))
 
-    return lax.scan(body, x, stacked)
+    end, saved = lax.scan(body, x, stacked)
+    each = iter(saved)
+    return end, map_x(lambda _: next(each), lambda same: same, x)
+
+
+def _changing(x: object) -> Any:
+    return map_x(lambda array: array, lambda _: None, x)
 
 
 def _last(
-    model: Layered, parts: Parts, x: object, batch: object, positions: list[int]
+    model: Layered | Program, parts: Parts, x: object, batch: object, positions: list[int]
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
     """Return the loss (and aux), the gradients of leaves at `positions`, and that of x."""
 
@@ -491,7 +537,9 @@ def _backward_stack(
         dx, totals, leaves = carry
         i = count - 1 - k
         weights = [read_layer(weight, i, count) for weight, *_ in leaves]
-        x = jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, i, 0, keepdims=False), saved)
+        x = map_x(
+            lambda s: lax.dynamic_index_in_dim(s, i, 0, keepdims=False), lambda same: same, saved
+        )
 
         def forward(one: Any, read: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
             rest = parts.rest(dict(zip(positions, read, strict=True)))
@@ -514,4 +562,23 @@ def _backward_stack(
     dx, totals, leaves = lax.fori_loop(0, count, body, (dx, totals, leaves))
     run.set(stack.indices, *zip(*leaves, strict=True))
     run.add(positions, totals)
+    return dx
+
+
+def _backward_once(
+    run: Run, stage: LayerFunction, x: Any, dx: list[jax.Array], batch: object, positions: list[int]
+) -> list[jax.Array]:
+    """Return the gradient of the input of a stage that is no stack, recomputed from that input."""
+    parts = run.parts
+    read = [parts.leaves[at] for at in positions]
+    # else XLA would keep what the forward pass computed from the same arrays
+    x, read = varying.after(x, dx), varying.after(read, dx)
+
+    def forward(read: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
+        rest = parts.rest(dict(zip(positions, read, strict=True)))
+        return floats(stage(None, rest, with_floats(x, values), batch))
+
+    _, pull = jax.vjp(forward, read, floats(x))
+    gradients, dx = pull(dx)
+    run.add(positions, gradients)
     return dx
