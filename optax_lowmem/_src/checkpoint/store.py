@@ -23,7 +23,7 @@ from optax_lowmem._src.checkpoint.description import (
 )
 from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE, StrPath, open_manager
 from optax_lowmem._src.core import context, host, trees
-from optax_lowmem._src.core.placement import beside
+from optax_lowmem._src.core.placement import beside, replicated
 
 # ---- Orbax saves no arrays of size 0, no array without a name, no empty items --------------------
 
@@ -82,7 +82,7 @@ def targets(
       shardings: of the state, or None.
       decisions: how the optimizer stores each slot.
     """
-    here = objects.replicated(params_like)
+    here = replicated(params_like)
     params = jax.tree.map(lambda p: _abstract(p, getattr(p, "sharding", None) or here), params_like)
     leaves, treedef = jax.tree.flatten(state_like)
     if shardings is None:

@@ -214,11 +214,11 @@ class Programs:
         def updated(
             leaves: list[LeafPlan], weights: Any, rows: list[Row], gradients: Any, how: Any
         ) -> Any:
-            states, shared = map(list, zip(*map(from_row, leaves, rows), strict=True))
+            states, blockwise = map(list, zip(*map(from_row, leaves, rows), strict=True))
             gradients = [step.each(g) for g in gradients]
             with context.stepping(implementation=step.implementation):
-                weights, states, shared = how(gradients, (weights, states, shared))
-            return weights, list(map(to_row, leaves, states, shared))
+                weights, states, blockwise = how(gradients, (weights, states, blockwise))
+            return weights, list(map(to_row, leaves, states, blockwise))
 
         def update(count: jax.Array, seed: jax.Array, factor: jax.Array | None) -> Update:
             return Update.begin(plans, count, seed, step.limit, factor)

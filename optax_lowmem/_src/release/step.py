@@ -119,8 +119,8 @@ class Step(Norm):
     ) -> Any:
         # in a separate barrier: slots are not needed while gradients are computed
         slots = [read_layer(slots, layer, stack.layers) for _, *slots in carry]
-        states, shared = (list(field) for field in zip(*slots, strict=True))
-        new = self.update.layer(stack, layer, gradients, (weights, states, shared))
+        states, blockwise = (list(field) for field in zip(*slots, strict=True))
+        new = self.update.layer(stack, layer, gradients, (weights, states, blockwise))
         rows = zip(carry, zip(*new, strict=True), strict=True)
         return [write_layer(leaf, part, layer, stack.layers) for leaf, part in rows]
 
@@ -246,7 +246,7 @@ def train_step(
     if offload:
         return Offloaded(
             optimizer, model, each, per_layer, implementation, limit, micro_batches,
-            at_once or micro_batches,
+            min(at_once or micro_batches, micro_batches),
         )  # fmt: skip
     if micro_batches > 1 or at_once is not None:
         raise ValueError("micro_batches and at_once need offload=True.")
@@ -257,7 +257,7 @@ def train_step(
             inner = optimizer.inner(state)
             trees.check_state(inner, engine.rule.state_type)
             plans = Plans.make(engine, tuple(model.layers), params, inner, per_layer)
-            states, shared = engine.unpack(inner, plans.whole, params)
+            states, blockwise = engine.unpack(inner, plans.whole, params)
             passes, factor = Passes(model, plans.parts, batch), None
             if optimizer.clip is not None:
                 norm = Norm(plans.parts, each)
@@ -265,10 +265,10 @@ def train_step(
                 factor = clipping_factor(optimizer.clip, jnp.sqrt(norm.squares), state[0])
                 passes.after(factor)
             update = Update.begin(plans, inner.count, inner.seed, limit, factor)
-            run = Step(plans, update, (jax.tree.leaves(params), states, shared), each)
+            run = Step(plans, update, (jax.tree.leaves(params), states, blockwise), each)
             loss = passes.backward(run)
-            weights, states, shared = map(list, zip(*run.leaves, strict=True))
-            new = engine.pack(update.count, plans.whole, states, shared, params, inner)
+            weights, states, blockwise = map(list, zip(*run.leaves, strict=True))
+            new = engine.pack(update.count, plans.whole, states, blockwise, params, inner)
             treedef: Any = jax.tree.structure(params)
             return loss, treedef.unflatten(weights), optimizer.outer(state, new)
 

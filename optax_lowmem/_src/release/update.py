@@ -71,7 +71,7 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
             f"Give each layer a separate one: {instead}."
         )
     values = block.values((1, *plan.shape[1:]))
-    for slot in plan.shared:
+    for slot in plan.blockwise:
         if slot.codec is not None and values % plan.group_size:
             return (
                 f"its {slot.name} has {values} values per layer in groups of {plan.group_size}, "
@@ -82,7 +82,7 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
 
 
 def groups_of_blocks(plan: LeafPlan, layers: int) -> int:
-    """Return the number of groups of codes per layer, for shared slots."""
+    """Return the number of groups of codes per layer, for block-wise slots."""
     if plan.block is None:
         return 0
     return plan.block.values(plan.shape) // layers // plan.group_size
@@ -113,7 +113,8 @@ def write_layer(tree: object, parts: object, layer: jax.Array, layers: int) -> A
 
 # ---- updates -------------------------------------------------------------------------------------
 
-Leaves = tuple[list[jax.Array], list[LeafState], list[LeafState]]  # weights, states, shared states
+# weights, states, states of block-wise slots
+Leaves = tuple[list[jax.Array], list[LeafState], list[LeafState]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -187,13 +188,13 @@ class Update:
     def layer(
         self, stack: Stack, layer: jax.Array, gradients: list[jax.Array], leaves: Leaves
     ) -> Stepped:
-        """Step one layer and return its new (weights, states, shared states).
+        """Step one layer and return its new (weights, states, block-wise states).
 
         Args:
           stack: the stack of the layer.
           layer: index of the layer.
           gradients: gradients of the layer.
-          leaves: old (weights, states, shared states), with a layer axis of size 1.
+          leaves: old (weights, states, block-wise states), with a layer axis of size 1.
         """
         plans = [self.plans.of_layers[i] for i in stack.indices]
         whole = [self.plans.whole[i] for i in stack.indices]
@@ -204,12 +205,12 @@ class Update:
             of_elements = random.element_keys(keys, layer, plans[0].group_size)
             layer_keys = jnp.where(jnp.asarray(single)[:, None], of_elements, layer_keys)
         groups = [groups_of_blocks(plan, stack.layers) for plan in whole]
-        shared_keys = random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32))
+        blockwise_keys = random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32))
         gradients = [g[None] for g in gradients]
-        return self._step(plans, gradients, leaves, layer_keys, shared_keys)
+        return self._step(plans, gradients, leaves, layer_keys, blockwise_keys)
 
     def rest(self, indices: Sequence[int], gradients: list[jax.Array], leaves: Leaves) -> Stepped:
-        """Step leaves of the rest and return their new (weights, states, shared states)."""
+        """Step leaves of the rest and return their new (weights, states, block-wise states)."""
         plans = [self.plans.whole[i] for i in indices]
         keys = self.keys[jnp.asarray(indices)]
         if self.limit is None:
@@ -218,8 +219,8 @@ class Update:
             self._step([plan], [g], tuple([x] for x in leaf), key[None], key[None])
             for plan, g, key, *leaf in zip(plans, gradients, keys, *leaves, strict=True)
         ]
-        weights, states, shared = ([row[i][0] for row in stepped] for i in range(3))
-        return weights, states, shared
+        weights, states, blockwise = ([row[i][0] for row in stepped] for i in range(3))
+        return weights, states, blockwise
 
     def _step(
         self,
@@ -227,14 +228,15 @@ class Update:
         gradients: list[jax.Array],
         leaves: Any,
         keys: jax.Array,
-        shared_keys: jax.Array,
+        blockwise_keys: jax.Array,
     ) -> Stepped:
-        h, (weights, states, shared) = self.h, leaves
+        h, (weights, states, blockwise) = self.h, leaves
         if self.limit is not None:
             h = _scaled(h, clipping_factor(self.limit, norm_of(gradients), ()))
         batch = LeafBatch(
             tuple(plans), gradients, weights, states, h, [{}] * len(plans), keys,
-            tuple(range(len(plans))), context.step_arguments().implementation, shared, shared_keys,
+            tuple(range(len(plans))), context.step_arguments().implementation, blockwise,
+            blockwise_keys,
         )  # fmt: skip
         return step_leaves(self.plans.engine.rule, batch)
 

@@ -39,7 +39,7 @@ class StateFormat:
         else:
             slots, (count, others) = _zero_slots(plans, leaves), compiled(_zero_rest)(plans, fields)
         for plan, leaf, row, other in zip(plans, leaves, slots, others, strict=True):
-            names = {slot.name for slot in (*plan.slots, *plan.shared)}
+            names = {slot.name for slot in (*plan.slots, *plan.blockwise)}
             for name, x in other.items():
                 if name.removesuffix("_scale") in names:  # on Explicit axes, as steps shard it
                     sharding = explicit.of_state(plan.path, leaf, x.shape, plan.group_size)
@@ -53,7 +53,7 @@ class StateFormat:
     def unpack(
         self, state: optax.OptState, plans: list[LeafPlan], params: optax.Params
     ) -> tuple[list[LeafState], list[LeafState]]:
-        """Return the states of the leaves and of their shared slots, after checking both."""
+        """Return the states of the leaves and of their block-wise slots, after checking both."""
         columns = {}
         for name in self.fields():
             tree = getattr(state, name)
@@ -74,15 +74,15 @@ class StateFormat:
                 if jnp.shape(x) != form.shape or jnp.dtype(x.dtype) != form.dtype:
                     raise ValueError(_misfit(plan, name, x, form))
             rows.append(from_row(plan, row))
-        states, shared = zip(*rows, strict=True) if rows else ((), ())
-        return list(states), list(shared)
+        states, blockwise = zip(*rows, strict=True) if rows else ((), ())
+        return list(states), list(blockwise)
 
     def pack(
         self,
         count: jax.Array,
         plans: list[LeafPlan],
         states: list[LeafState],
-        shared: list[LeafState],
+        blockwise: list[LeafState],
         params: optax.Params,
         before: optax.OptState,
     ) -> Any:
@@ -92,7 +92,7 @@ class StateFormat:
         of a constant, and so one launch per parameter.
         """
         columns = {name: jax.tree.leaves(getattr(before, name)) for name in self.fields()}
-        for i, row in enumerate(map(to_row, plans, states, shared)):
+        for i, row in enumerate(map(to_row, plans, states, blockwise)):
             for name, x in row.items():
                 columns[name][i] = x
         return self.of_columns(count, before.seed, columns, params, before)
@@ -122,29 +122,29 @@ Row = dict[str, Any]  # the arrays of one parameter, by field of the state
 
 
 def from_row(plan: LeafPlan, row: Row) -> tuple[LeafState, LeafState]:
-    """Return the state of a leaf and that of its shared slots."""
-    state, shared = (
+    """Return the state of a leaf and that of its block-wise slots."""
+    state, blockwise = (
         LeafState(
             tuple(row[slot.name] for slot in slots),
             tuple(row[f"{slot.name}_scale"] for slot in slots if slot.codec is not None),
         )
-        for slots in (plan.slots, plan.shared)
+        for slots in (plan.slots, plan.blockwise)
     )
-    return state._replace(correction=row["correction"] if plan.split else None), shared
+    return state._replace(correction=row["correction"] if plan.split else None), blockwise
 
 
 def stored_fields(plan: LeafPlan) -> list[str]:
     """Return the fields of a state that have an array of a leaf, no placeholder."""
     names = ["correction"] if plan.split else []
-    for slot in (*plan.slots, *plan.shared):
+    for slot in (*plan.slots, *plan.blockwise):
         names += [slot.name] if slot.codec is None else [slot.name, f"{slot.name}_scale"]
     return names
 
 
-def to_row(plan: LeafPlan, state: LeafState, shared: LeafState) -> Row:
+def to_row(plan: LeafPlan, state: LeafState, blockwise: LeafState) -> Row:
     """Do the opposite of `from_row`; placeholders of what the leaf does not have are left out."""
     row = {} if state.correction is None else {"correction": state.correction}
-    for slots, stored in ((plan.slots, state), (plan.shared, shared)):
+    for slots, stored in ((plan.slots, state), (plan.blockwise, blockwise)):
         row |= {slot.name: x for slot, x in zip(slots, stored.slots, strict=True)}
         coded = [slot for slot in slots if slot.codec is not None]
         row |= {f"{slot.name}_scale": x for slot, x in zip(coded, stored.scales, strict=True)}
@@ -157,7 +157,7 @@ def _forms(plan: LeafPlan) -> Forms:
     forms = {"correction": jax.ShapeDtypeStruct(plan.shape if split else (),
                                                 split.dtype if split else jnp.int8)}  # fmt: skip
     stored = [*zip(plan.slots, plan.storage, strict=True)]
-    for slot, form in [*stored, *zip(plan.shared, plan.shared_storage, strict=True)]:
+    for slot, form in [*stored, *zip(plan.blockwise, plan.blockwise_storage, strict=True)]:
         forms[slot.name], forms[f"{slot.name}_scale"] = form
     return forms
 
@@ -228,7 +228,7 @@ def _misfit(plan: LeafPlan, field: str, array: Any, form: jax.ShapeDtypeStruct) 
     """Return the error message for an array of a state that does not fit the plan."""
     hint = blocks = ""
     description = plan.block.description if plan.block is not None else ""
-    if description and field in {slot.name for slot in plan.shared}:
+    if description and field in {slot.name for slot in plan.blockwise}:
         blocks = f", {field}: {description}"
         if varying.sees_shards():
             hint = (

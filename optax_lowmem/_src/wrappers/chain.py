@@ -65,7 +65,7 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        return _run(transformations, updates, state, params, _update_last, extra)
+        return _run_links(transformations, updates, state, params, _update, extra)
 
     update.links = transformations  # type: ignore[attr-defined]
     return Chain(init, update)
@@ -137,12 +137,12 @@ def step(
     places = None if specs is None else placements(params, specs, mesh)
     with context.stepping(implementation=implementation, placements=places):
         try:
-            return _step(tx, grads, state, params, None, extra)
+            return _step_by_params(tx, grads, state, params, None, extra)
         except TypeError as error:
             if not _has_unlike_branches(error):
                 raise
         try:  # with f32 gradients, zeros like the gradients match the f32 updates
-            return _step(tx, _widened(grads), state, params, None, extra)
+            return _step_by_params(tx, _widened(grads), state, params, None, extra)
         except TypeError as error:
             if _has_unlike_branches(error):
                 error.add_note(_UNLIKE_BRANCHES)
@@ -152,7 +152,7 @@ def step(
 # ---- the links of a chain ------------------------------------------------------------------------
 
 
-def _run(
+def _run_links(
     links: Sequence[optax.GradientTransformation],
     updates: optax.Updates,
     state: optax.OptState,
@@ -194,7 +194,7 @@ def _run(
     return result, (*states, trees.keep_dtypes(state[-1], new, gradients))
 
 
-def _update_last(
+def _update(
     tx: optax.GradientTransformation,
     updates: optax.Updates,
     state: optax.OptState,
@@ -209,7 +209,7 @@ def _update_last(
     return optax.with_extra_args_support(tx).update(updates, state, params, **extra)
 
 
-def _step(
+def _step_by_params(
     tx: optax.GradientTransformation,
     updates: optax.Updates,
     state: optax.OptState,
@@ -219,7 +219,7 @@ def _step(
 ) -> tuple[optax.Params, optax.OptState]:
     """Step a transformation, or the links of a chain, by new parameters where it returns them."""
     if isinstance(tx, Chain):
-        return _run(tx.links, updates, state, params, _step, extra)
+        return _run_links(tx.links, updates, state, params, _step_by_params, extra)
     if isinstance(tx, EngineTransformation) and tx.engine.weights and params is not None:
         return tx.engine.run(updates, state, params, gradient_scale=factor, returns_params=True)
     if isinstance(tx, Sampler):
@@ -227,10 +227,10 @@ def _step(
         def take(
             gradients: optax.Updates, inner_state: optax.OptState, weights: optax.Params
         ) -> tuple[optax.Params, optax.OptState]:
-            return _step(tx.work.inner, gradients, inner_state, weights, factor, extra)
+            return _step_by_params(tx.work.inner, gradients, inner_state, weights, factor, extra)
 
         return tx.work.advance(updates, state, params, take, factor)
-    updates, state = _update_last(tx, updates, state, params, factor, extra)
+    updates, state = _update(tx, updates, state, params, factor, extra)
     return optax.apply_updates(params, updates), state
 
 
