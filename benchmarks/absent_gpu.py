@@ -1,4 +1,4 @@
-"""Programs compiled for an H100 that is not there, and what they launch and move.
+"""Programs compiled for H100s that are not there, and what they launch and move.
 
 It takes `jax[cuda12]` and no GPU; nothing is run or timed. XLA chooses no algorithms by trying them
 (`xla_gpu_autotune_level=0`), and leaves all products to cuBLAS or to our kernels. Bytes are those
@@ -36,28 +36,40 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def mesh() -> Mesh:
-    """An H100 that is not there, for programs to be compiled for."""
+def mesh(count: int = 1) -> Mesh:
+    """H100s that are not there, of one host, for programs to be compiled for."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # which asks the driver
     found = topologies.get_topology_desc(
-        platform="cuda", topology_name="h100", topology="1x1x1", target_config=_TARGET
+        platform="cuda", topology_name="h100", topology=f"1x1x{count}", target_config=_TARGET
     )
     return Mesh(np.array(found.devices), ("one",), axis_types=(AxisType.Auto,))
 
 
 def program(
-    on: Mesh, function: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()
+    on: Mesh,
+    function: Callable[..., Any],
+    *args: Any,
+    donated: tuple[int, ...] = (),
+    out_shardings: Any = None,
 ) -> str:
-    """The text of a function's program for a `mesh`, traced as on a machine with one H100."""
-    where = NamedSharding(on, PartitionSpec())
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
+    """The text of a function's program for a `mesh`, traced as on a machine with these H100s.
+
+    Arguments without a sharding are replicated.
+    """
+    every = NamedSharding(on, PartitionSpec())
+
+    def placed(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or every)
+
+    args = jax.tree.map(placed, args)
     with (
         jax.sharding.use_abstract_mesh(on.abstract_mesh),
-        mock.patch.object(jax, "device_count", lambda: 1),
+        mock.patch.object(jax, "device_count", lambda: on.size),
         mock.patch.object(platform, "no_device_reason", lambda: None),
         mock.patch.object(platform, "not_hopper_reason", lambda: None),
     ):
-        traced = jax.jit(function, donate_argnums=donated).trace(*args)
+        traced = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings).trace(*args)
         lowered = traced.lower(lowering_platforms=("cuda",))
         return lowered.compile(compiler_options=OPTIONS).as_text()
 

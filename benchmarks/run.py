@@ -22,6 +22,7 @@ SUITES |= {
     "four_bits": "formats.four_bits",
     "launches": "step.launches",
     "pairs": "pairs.training",
+    "scaling": "mesh.scaling",
     "tune": "step.tune",
 }  # fmt: skip
 

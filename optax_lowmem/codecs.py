@@ -1,6 +1,7 @@
 """Codecs for optimizer slots and splits for master weights, and dicts of both by name."""
 
 from optax_lowmem._src.codecs import CODECS as CODECS
+from optax_lowmem._src.codecs import NAMES as NAMES
 from optax_lowmem._src.codecs import SPLITS as SPLITS
 from optax_lowmem._src.codecs import BitSplit as BitSplit
 from optax_lowmem._src.codecs import CompandedCodec as CompandedCodec
@@ -39,6 +40,7 @@ __all__ = [
     "CompandedCodec",
     "GroupCodec",
     "MasterSplit",
+    "NAMES",
     "SPLITS",
     "StoredSlot",
     "UlpSplit",

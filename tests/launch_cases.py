@@ -239,12 +239,12 @@ def check_landing(
         ),
     )
     (found,) = launch(dataclasses.replace(case, leaves=[leaf]), launcher, tile)
-    noise = None
+    random_bits = None
     if plan.stochastic_master:
         key = case.keys[case.numbers[0]]
-        noise = random.leaf_bits(key, plan.shape, plan.group_size, reference.MASTER)
+        random_bits = random.leaf_bits(key, plan.shape, plan.group_size, reference.MASTER)
     landed = jax.jit(lambda *arrays: reference.move(plan, *arrays))
-    weight, kept = landed(leaf.p, leaf.g, leaf.state.correction, noise)
+    weight, kept = landed(leaf.p, leaf.g, leaf.state.correction, random_bits)
     bits, bits2 = (np.asarray(x).view(np.uint16) for x in (found.update, weight))
     np.testing.assert_array_equal(bits, bits2)
     np.testing.assert_array_equal(found.state.correction, kept)

@@ -10,7 +10,6 @@ import jax
 import optax
 
 import optax_lowmem as lowmem
-from optax_lowmem import codecs
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class OptimizerPair:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _compressed(plain: Factory, **slots: codecs.GroupCodec) -> Factory:
+def _compressed(plain: Factory, **slots: str) -> Factory:
     """Any optax optimizer with 8-bit slots and split master weights."""
 
     def factory(learning_rate: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
@@ -123,13 +122,13 @@ OPTIMIZERS: dict[str, OptimizerPair] = {
     **{record.short_name: pair_of(record) for record in lowmem.OPTIMIZERS.values()},
     "nadamw": OptimizerPair(
         optax.nadamw,
-        _compressed(optax.nadamw, mu=codecs.softsign(), nu=codecs.sqrt()),
+        _compressed(optax.nadamw, mu="int8", nu="int8"),
         1.0,
         _ADAM | _DECAYED,
     ),
     "adan": OptimizerPair(
         optax.adan,
-        _compressed(optax.adan, m=codecs.softsign(), v=codecs.softsign(), n=codecs.sqrt()),
+        _compressed(optax.adan, m="int8", v="int8", n="int8"),
         1.0,
         {"weight_decay": 0.02},
     ),

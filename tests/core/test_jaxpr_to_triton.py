@@ -172,7 +172,7 @@ def test_a_step(name, options, direct):
         noise = (random.mix(counters)[:, None], lane) if plan.noisy else None
         own = jax.tree.leaves(leaf.of_block)
         given = leaf._replace(of_block=product(own) if own else None)
-        result = gpu_step._step.__wrapped__(case.rule, plan, approximations, given, h, noise)
+        result = gpu_step._step_tile.__wrapped__(case.rule, plan, approximations, given, h, noise)
         return jax.tree.leaves(result)
 
     mine = found(functools.partial(step, jaxpr_to_triton.APPROXIMATIONS), *arrays)

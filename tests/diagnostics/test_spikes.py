@@ -194,7 +194,7 @@ def test_rms_misuse():
     grads, state = run(lowmem.flash_adamw(1e-3, b2=B2))
     with pytest.raises(TypeError, match=r"got the string 'embed': write leaves=\('embed',\)"):
         diagnostics.rms(grads, state, leaves="embed")
-    with pytest.raises(ValueError, match="no leaf matches the pattern 'conv1': the leaves are bi"):
+    with pytest.raises(ValueError, match="pattern 'conv1' of leaves matches no leaf; the nearest"):
         diagnostics.rms(grads, state, leaves=("embed", "conv1"))
     with pytest.raises(ValueError, match=r"b2 must be in \[0, 1\)"):
         diagnostics.rms(grads, state, b2=1.0)
@@ -446,5 +446,5 @@ def test_norm_drift():
 def test_norm_misuse():
     with pytest.raises(ValueError, match="the reference has no norm of 'b', only of a"):
         diagnostics.norm_drift({"a": 1.0, "b": 1.0}, {"a": 1.0})
-    with pytest.raises(ValueError, match="no leaf matches the pattern 'x'"):
+    with pytest.raises(ValueError, match="the pattern 'x' of leaves matches no leaf; .*: a$"):
         diagnostics.norms({"a": jnp.ones(2)}, leaves=("x",))

@@ -136,7 +136,7 @@ def check_step(tx, old, one, other):
         for (params, _), (states, _) in zip((old, one, other), unpacked, strict=True)
     ]
     for plan, wanted, found in zip(plans, unpacked[1][1], unpacked[2][1], strict=True):
-        for slot, *stored in stored_in(plan.shared, wanted, found):
+        for slot, *stored in stored_in(plan.blockwise, wanted, found):
             check_codes(plan, slot, *stored)
     differ = elements = 0
     for plan, before, wanted, found in zip(plans, *rows, strict=True):

@@ -88,8 +88,8 @@ def test_a_million_steps_on():
     """nu moves by t^-lambda of its way to g^2, without debiasing."""
     h = adam_moments(0.9, lowmem.b2_schedule(0.8), 1e-8, 0.0, False)(jnp.int32(999_999))
     assert float(h["one_minus_b2"]) == pytest.approx(1e6**-0.8, rel=RELATIVE)
-    assert h["nu_scale"] == 1
-    assert h["root_nu_scale"] == pytest.approx(1)
+    assert h["nu_bias_correction"] == 1
+    assert h["root_nu_bias_correction"] == pytest.approx(1)
 
 
 def test_with_codes_and_masters():

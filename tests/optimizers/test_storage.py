@@ -3,11 +3,18 @@
 import copy
 import dataclasses
 import functools
+import inspect
 import pickle
 
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import optax_lowmem as lowmem
+from optax_lowmem import codecs
 from optax_lowmem.codecs import affine, expanded_e4m3, softsign, sqrt
 
 # of every optimizer whose own storage is not flash_adamw's
@@ -57,3 +64,76 @@ def test_what_is_said_is_as_it_is_said(name):
         assert stored(make, storage)[0] == said
     for storage in (lowmem.Storage.paper(), lowmem.Storage.four_bit()):
         assert stored(make, storage)[0] == {name: getattr(storage, name) for name in COAT}
+
+
+# ---- codecs by name ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", codecs.NAMES)
+def test_a_name_is_the_codec_of_its_slot(name):
+    first, second = codecs.NAMES[name]
+    assert lowmem.Storage(nu=name, group_size=64).nu == second
+    if first.signed:  # test_errors.py has the others
+        assert lowmem.Storage(mu=name, group_size=64).mu == first
+    if name not in ("int8", "int4"):
+        assert first == getattr(codecs, name)() and (second == first or not second.signed)
+
+
+def test_every_codec_that_needs_no_argument_has_its_functions_name():
+    functions = {name: getattr(codecs, name) for name in codecs.__all__}
+    made = {
+        name
+        for name, make in functions.items()
+        if inspect.isfunction(make)
+        and all(p.default is not p.empty for p in inspect.signature(make).parameters.values())
+    }
+    assert set(codecs.NAMES) == made | {"int8", "int4"}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_name_is_as_good_as_its_codec(name):
+    make, own = EVERY[name]
+    assert stored(make, lowmem.Storage(mu="int8"))[0] == {**own, "mu": softsign()}
+    assert stored(make, lowmem.Storage(nu="dynamic"))[0] == {**own, "nu": codecs.dynamic(False)}
+    assert hash(lowmem.Storage(mu="int8", nu="int8")) == hash(lowmem.Storage())
+
+
+def test_names_in_the_state_of_any_optimizer():
+    params = {"w": jnp.ones((64, 128))}
+    tx = lowmem.compress_state(optax.adan(1e-3), m="int8", v="linear", n="linear")
+    found = {d.slot: d.codec for d in lowmem.explain(tx, params).decisions}
+    assert found == {"m": softsign(), "v": codecs.linear(), "n": codecs.linear(signed=False)}
+    for moment in (lowmem.compand_momentum, lowmem.sqrt_variance_quant):
+        codec = codecs.e4m3(moment is lowmem.compand_momentum)
+        states = [moment(optax.scale_by_adam(), codec=c).init(params) for c in ("e4m3", codec)]
+        chex.assert_trees_all_equal(*states)
+        chex.assert_trees_all_equal_dtypes(*states)
+
+
+# ---- presets -------------------------------------------------------------------------------------
+
+
+def test_four_bits_have_one_format_of_scales():
+    nu = dataclasses.replace(codecs.linear4(signed=False), scale=codecs.softsign4().scale)
+    four = lowmem.Storage(mu=codecs.softsign4(), nu=nu, group_size=64)
+    assert lowmem.Storage.four_bit() == four
+
+
+@pytest.mark.parametrize("make", [lowmem.flash_adamw, lowmem.flash_lion, lowmem.flash_muon])
+def test_exact_storage_loses_nothing(make):
+    """The master weights of 16-bit weights are the weights of the same run in f32."""
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(64, 128)), jnp.float32)}
+    tx = make(1e-3, storage=lowmem.Storage.exact())
+    step = jax.jit(functools.partial(lowmem.step, tx))
+    weights, state = lowmem.init(tx, params)
+    plain, plain_state = lowmem.init(tx, params, jnp.float32)
+    assert weights["w"].dtype == jnp.bfloat16
+    for _ in range(5):
+        grads = {"w": jnp.asarray(rng.normal(size=(64, 128)), jnp.bfloat16)}
+        weights, state = step(grads, state, weights)
+        plain, plain_state = step(grads, plain_state, plain)
+    chex.assert_trees_all_equal(lowmem.master_params(weights, state), plain)
+    assert float(jnp.abs(plain["w"] - params["w"]).min()) > 0
+    report = lowmem.memory.report(lowmem.flash_adamw(1e-3, storage=lowmem.Storage.exact()), weights)
+    assert report.state_bytes / report.parameters == pytest.approx(10, abs=0.01)

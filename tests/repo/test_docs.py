@@ -125,6 +125,19 @@ def test_every_optimizer_is_on_the_composition_page():
     assert set(re.findall(r"`(\w+)`", " ".join(heads))) == {*optax_lowmem.OPTIMIZERS, "adam_mini"}
 
 
+def test_the_names_of_codecs_are_on_their_page():
+    def cell(codec):
+        arrays = jax.tree.leaves(codec.storage((1, 2048), 32))
+        return f"`{codec.name}`, {sum(a.size * a.dtype.itemsize for a in arrays) / 2048:g}"
+
+    rows = [
+        f'| `"{name}"` | {cell(first) if first.signed else ""} | {cell(second)} |'
+        for name, (first, second) in optax_lowmem.codecs.NAMES.items()
+    ]
+    page = (README.parent / "docs" / "api" / "codecs.md").read_text("utf-8")
+    assert [line for line in page.splitlines() if line.startswith('| `"')] == rows
+
+
 def test_every_table_is_on_a_page():
     pages = [(README.parent / name).read_text("utf-8") for name in tables.PAGES]
     marked = [name for text in pages for name in re.findall(r"<!-- table:(\w*)", text)]

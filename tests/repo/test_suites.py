@@ -25,6 +25,7 @@ from benchmarks.suites.fit import bench as fit
 from benchmarks.suites.linear import bench as linear
 from benchmarks.suites.linear import peers as linear_peers
 from benchmarks.suites.mesh import bench as mesh
+from benchmarks.suites.mesh import scaling
 from benchmarks.suites.noise import bench as noise
 from benchmarks.suites.pairs import sizes
 from benchmarks.suites.step import bench as step
@@ -131,6 +132,8 @@ SUITES = [
           ("activation_fit",)),
     Smoke("mesh", "--preset tiny --devices 1 2 --repeats 1 --steps 1 --train-steps 2 --batch 4",
           ("fsdp",), ((mesh, "process", printed),), of_case("-tiny", "-1b")),
+    Smoke("scaling", "--preset tiny --devices 1 2 --layout fsdp --impl flash_adamw --steps 2",
+          ("scaling",), ((scaling, "process", printed),), of_case("-tiny", "-1b")),
 ]  # fmt: skip
 
 

@@ -58,7 +58,7 @@ CASES |= {
     for name, record in lowmem.OPTIMIZERS.items()
     if type(record.rule) not in _KNOWN
 }
-# shared second moments in codes too
+# block-wise second moments in codes too
 STORAGE = functools.partial(lowmem.Storage, nu=codecs.sqrt(), policy=lowmem.Policy(min_size=0))
 FAST = {
     ("adamw", 24, jnp.bfloat16),
@@ -231,7 +231,7 @@ def test_small_outputs_are_computed_in_calls_that_xla_keeps():
     compiled = jax.jit(functools.partial(lowmem.step, tx)).lower(grads, state, params).compile()
     calls = [line for line in compiled.as_text().splitlines() if " call(" in line]
     kept = [line for line in calls if 'inlineable="false"' in line]
-    assert len(kept) == 4  # the leaf, its noise, {weight, correction, mu} and nu
+    assert len(kept) == 4  # the leaf, its seeds, {weight, correction, mu} and nu
 
 
 # ---- a clipping before the step --------------------------------------------------------------
@@ -239,13 +239,13 @@ def test_small_outputs_are_computed_in_calls_that_xla_keeps():
 def folded(monkeypatch):
     """The clippings that became a factor."""
     module, found = importlib.import_module("optax_lowmem._src.wrappers.chain"), []
-    plain = module._clipping_factor
+    plain = module.clipping_factor
 
     def factor(link, updates, state):
         found.append(link)
         return plain(link, updates, state)
 
-    monkeypatch.setattr(module, "_clipping_factor", factor)
+    monkeypatch.setattr(module, "clipping_factor", factor)
     return found
 
 

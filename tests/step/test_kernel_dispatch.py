@@ -205,7 +205,7 @@ def indices_of_launches(rows, **tuned):
     plans, gradients, weights = map(list, zip(*rows, strict=True))
     empty, numbers = [None] * len(rows), tuple(range(len(rows)))
     batch = LeafBatch(tuple(plans), gradients, weights, empty, {}, empty, None, numbers)
-    return launches.launches(batch, tuning.Tuning(**tuned))
+    return launches.group_leaves(batch, tuning.Tuning(**tuned))
 
 
 def plain(*shape):

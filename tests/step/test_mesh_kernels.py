@@ -227,7 +227,7 @@ def test_what_kernels_leave_to_xla_on_a_mesh():
 
     def reason(tx, spec):
         (plan,) = tx.engine.plans(params)
-        return on_mesh.unsupported(tx.engine.rule, plan, placement("w", shape, spec, the_mesh))
+        return on_mesh.unsupported(plan, placement("w", shape, spec, the_mesh))
 
     across = P(None, "a")
     assert "shards of 48 on the last axis, but groups of 32" in reason(made("flash_adamw"), across)

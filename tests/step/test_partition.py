@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax import export
 from jax.experimental import serialize_executable
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
@@ -94,6 +94,9 @@ def test_layouts(name, layout):
     if due is not None:
         reduced = {"all-reduce"} if tx.engine.rule.prepares == "leaf" else set()
         assert set(re.findall(COLLECTIVES, program.as_text())) <= due | reduced
+    if layout == "zero":  # the new weights whose state is cut, each once
+        gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", program.as_text())
+        assert sorted(gathered) == ["4,16,96", "64,256"]
     if how and donated:
         aliased = len(re.findall("(?:may|must)-alias", program.as_text().split("\n", 1)[0]))
         assert aliased == len(jax.tree.leaves((params, state)))
@@ -201,6 +204,19 @@ def case_compiled_from_shapes():
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), placed()
     )
     return jitted(step).lower(*forms).compile()(*placed())
+
+
+def test_lowered_for_more_devices_than_there_are():
+    mesh = AbstractMesh((16,), ("a",), (AxisType.Auto,))
+    specs = {"w": P("a"), "layers": P(None, "a"), "bias": P()}
+    shardings = state_shardings(TX, start()[2], specs, mesh=mesh)
+    of_params = {n: NamedSharding(mesh, spec) for n, spec in specs.items()}
+    forms = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        start(), (of_params, shardings, of_params),
+    )  # fmt: skip
+    lowered = jax.jit(step).trace(*forms).lower(lowering_platforms=("cpu",))
+    assert "@CustomSPMDPartitioning" in lowered.as_text()
 
 
 def case_a_loop_with_a_condition():

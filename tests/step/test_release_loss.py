@@ -326,8 +326,10 @@ def test_losses_that_cannot_be_cut_are_refused(loss_fn, params, layers, match):
         jax.eval_shape(step, params, state, batches()[0])
 
 
-def test_a_loss_without_the_promised_aux():
+def test_wrong_arguments():
     tx = lowmem.flash_lion(1e-3)
+    with pytest.raises(TypeError, match="offload=True takes a release.Layered"):
+        release.train_step(tx, plain, offload=True)
     params, state = lowmem.init(tx, masters())
     with pytest.raises(TypeError, match="must return .loss, aux."):
         jax.eval_shape(release.train_step(tx, plain, has_aux=True), params, state, batches()[0])

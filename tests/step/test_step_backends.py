@@ -132,11 +132,11 @@ def lies_on_tpus(shape):
 def launch_on_tpu(rule, plans, leaves, names, scalars, keys, numbers, tile, interpret=True):
     """As `launch_cases.launch` takes it: a launch for each leaf, as plain JAX."""
     row_keys, lane_keys = random.row_and_lane_keys(keys[numbers], rank=1)
-    bits = pallas_tpu.register_bits(lane_keys, plans[0].group_size)
+    seeds = pallas_tpu.register_seeds(lane_keys, plans[0].group_size)
     own = [scalars[i % len(scalars)] for i in range(len(plans))]
     return [
         pallas_tpu.launch(rule, plan, leaf, names, h, key, lanes, tile.elements, interpret)
-        for plan, leaf, h, key, lanes in zip(plans, leaves, own, row_keys, bits, strict=True)
+        for plan, leaf, h, key, lanes in zip(plans, leaves, own, row_keys, seeds, strict=True)
     ]
 
 
@@ -566,9 +566,9 @@ def test_what_is_not_finite_shows(interpreted, optimizer, direct):
     master = np.asarray(lowmem.master_params(params, state)["w"])
     # Lion takes the sign of an infinity, which moves a weight as any other does
     everywhere = np.ones_like(bad)
-    shared = [slot.name for slot in tx.engine.rule.slots if slot.shared]
+    blockwise = [slot.name for slot in tx.engine.rule.slots if slot.blockwise]
     shows = {"flash_lion": bad, "stable_adamw": everywhere}.get(optimizer, bad | infinite)
-    shows = everywhere if shared or tx.engine.rule.prepares == "matrices" else shows
+    shows = everywhere if blockwise or tx.engine.rule.prepares == "matrices" else shows
     np.testing.assert_array_equal(~np.isfinite(master), shows)
     for slot in ("mu", "nu"):
         if hasattr(state, slot) and getattr(state, slot)["w"].ndim:
@@ -576,7 +576,7 @@ def test_what_is_not_finite_shows(interpreted, optimizer, direct):
             codec = getattr(storage(), slot)
             gone = np.isnan(np.asarray(codec.scale.decode(row[0])))
             wanted = np.zeros_like(gone)
-            where = ... if slot in shared else ([0, 1, 2], [0, 1, 2])
+            where = ... if slot in blockwise else ([0, 1, 2], [0, 1, 2])
             wanted[where] = True
             np.testing.assert_array_equal(gone, wanted, err_msg=slot)
 

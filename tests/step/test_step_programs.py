@@ -175,8 +175,8 @@ def test_lowers_for_cuda(on_a_gpu, optimizer, stored, weights, direct, group_siz
     text = lowered(tx, shapes, dtype, direct, gradient_dtype)
     slots = tx.engine.rule.slots
 
-    def stored_arrays(shared):
-        names = [slot.name for slot in slots if slot.shared == shared]
+    def stored_arrays(blockwise):
+        names = [slot.name for slot in slots if slot.blockwise == blockwise]
         coded = [STORED[stored].get(name, "default") for name in names]
         return len(coded) + sum(codec is not None for codec in coded)
 

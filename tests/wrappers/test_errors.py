@@ -141,6 +141,7 @@ def test_gradients_that_fit_pass(make):
 adamw = functools.partial(lowmem.flash_adamw, 1e-3)
 INT = "group_size must be an int known when tracing, got {}"
 RATE = "learning_rate must be a number, an f32 scalar or a schedule, got"
+LAST = list(codecs.NAMES)[-1]
 CODEC = r"mu takes a codec such as lowmem\.codecs\.softsign\(\)"
 STRUCTURE = r"blocks must be a lowmem.blocks.Structure, got \{'heads': 4\}"
 
@@ -188,7 +189,7 @@ ARGUMENTS = {
             lambda: compressed(mu=SOFTSIGN, rounding="up")],
         "min_size is a number of elements >= 0, got": [
             lambda: Policy(min_size=-1), lambda: Policy(min_size=1.5)],
-        r"a codec for at least one slot, such as mu=softsign\(\)": [
+        r"a codec for at least one slot, such as mu='int8'": [
             lambda: lowmem.compress_state(optax.adam(1e-3))],
         "no slot to compress; its slots are none": [
             lambda: lowmem.compand_momentum(optax.sgd(0.1)).init(weights())],
@@ -200,6 +201,10 @@ ARGUMENTS = {
             lambda: compressed(mu=SOFTSIGN, trace=SOFTSIGN, ema=SOFTSIGN).init(weights())],
         "no slot count; its slots are mu, nu$": [
             lambda: compressed(count=SOFTSIGN).init(weights())],
+        f"mu: no codec has the name 'int7'; the names are int8, int4, .*{LAST} .None for f32.$": [
+            lambda: Storage(mu="int7"), lambda: compressed(mu="int7")],
+        "codec: no codec has the name 'int7'; the names are int8, ": [
+            lambda: lowmem.compand_momentum(0.9, codec="int7")],
         "the policy's mask does not fit the parameters .block/kernel, norm.*a prefix of it": [
             lambda: flash(policy=Policy(mask={"blok": True})).init(weights())],
         "the mask of weight decay does not fit the parameters .block/kernel, norm.*a prefix": [
@@ -236,8 +241,9 @@ ARGUMENTS = {
         r"learning_rate must be a scalar, got an array of shape .*partition": [
             lambda: updated(lowmem.flash_adamw(jnp.full(64, 1e-3)))],  # it would broadcast
         CODEC: [
-            lambda: Storage(mu="softsign"), lambda: compressed(mu=codecs.softsign),
-            lambda: Storage(mu=8)],
+            lambda: compressed(mu=codecs.softsign), lambda: Storage(mu=8)],
+        "Policy.mask is a tree of bools or .* got 'kernel': write exclude=..*kernel.*',.$": [
+            lambda: Policy(mask="kernel")],
         r"policy takes a lowmem\.Policy": [lambda: Storage(policy=("*bias",))],
         "prepare must be a function of the parameters or None, got 3": [
             lambda: lowmem.value_and_grad(updated, 2, 3)],
@@ -355,15 +361,29 @@ def test_hyperparameters_in_f32_pass(wrap):
 UNSIGNED = r"negative values and '{}' is unsigned.*Use a signed codec.*codecs\.softsign\(\)"
 
 
-@pytest.mark.parametrize("codec", [SQRT, codecs.linear(signed=False)], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [SQRT, codecs.linear(signed=False), "sqrt"], ids=str)
 def test_unsigned_codec_for_a_signed_slot(codec):
-    with raises("slot 'mu' has " + UNSIGNED.format(codec.name)):
+    name = "sqrt-uint8" if isinstance(codec, str) else codec.name
+    with raises("slot 'mu' has " + UNSIGNED.format(name)):
         Storage(mu=codec)
     adan = lowmem.compress_state(optax.adan(1e-3), v=codec)
-    with raises(r"slot 'ScaleByAdanState\.v' has " + UNSIGNED.format(codec.name)):
+    with raises(r"slot 'ScaleByAdanState\.v' has " + UNSIGNED.format(name)):
         adan.init(weights(jnp.float32))
-    with raises(r"slot 'EmaState\.ema' has " + UNSIGNED.format(codec.name)):
+    with raises(r"slot 'EmaState\.ema' has " + UNSIGNED.format(name)):
         lowmem.compand_momentum(0.9, codec=codec).init(weights(jnp.float32))
+
+
+@pytest.mark.parametrize("mask", ["kernel", ("kernel", "scale"), {"block": "kernel"}], ids=str)
+def test_a_mask_of_names_is_refused_with_one_that_works(mask):
+    for make, name in (
+        (lowmem.flash_adamw, "mask"),
+        (lowmem.flash_muon, "weight_decay_mask"),
+        (functools.partial(lowmem.flash_sgd, weight_decay=0.1), "mask"),
+    ):
+        with pytest.raises(TypeError, match="mask of weight decay is a tree of bools") as error:
+            make(1e-3, **{name: mask})
+        by_name = eval(str(error.value).split("such as ")[1], {"jax": jax})
+        assert by_name(weights()) == {"block": {"kernel": True}, "norm": False}
 
 
 def test_what_is_taken_all_the_same():

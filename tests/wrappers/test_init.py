@@ -157,6 +157,25 @@ def test_dtype_by_leaf():
     assert same_bits(lowmem.master_params(weights, state)["norm"], exact["norm"])
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, lambda path, leaf: jnp.bfloat16])
+def test_patterns_keep_f32(dtype):
+    tx, exact = lowmem.flash_adamw(1e-3), params()
+    by_function = lowmem.init(tx, exact, lambda p, _: jnp.float32 if p == "norm" else jnp.bfloat16)
+    kept = lowmem.init(tx, exact, dtype, keep_f32=("no?m",))
+    assert same_bits(kept, by_function)
+    assert kept[0]["norm"].dtype == jnp.float32 and kept[0]["block"]["kernel"].dtype == jnp.bfloat16
+    assert same_bits(lowmem.init(tx, exact, keep_f32=["*"]), (exact, tx.init(exact)))
+
+
+def test_patterns_of_no_leaf_name_the_nearest():
+    tx, many = lowmem.flash_adamw(1e-3), {**params(), "head": {"bias": jnp.ones(3)}}
+    message = r"pattern '\*kernal' of keep_f32 matches no leaf; the nearest are: block/kernel, "
+    with pytest.raises(ValueError, match=message):
+        lowmem.init(tx, many, keep_f32=("norm", "*kernal"))
+    with pytest.raises(TypeError, match=r"got the string 'norm': write keep_f32=\('norm',\)"):
+        lowmem.init(tx, many, keep_f32="norm")
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, "float32", np.dtype("float32")], ids=str)
 def test_f32_weights_are_their_own_masters(dtype):
     weights, state = lowmem.init(lowmem.flash_adamw(1e-3), params(), dtype)

@@ -38,14 +38,14 @@ class Failed(Exception):
     """Failure of a process."""
 
 
-def process(words: list[str], devices: int, told: str = "") -> str:
-    """Run a Python process that sees the first `devices` GPUs and return its standard output.
+def process(words: list[str], gpus: Sequence[int], told: str = "") -> str:
+    """Run a Python process that sees these GPUs and return its standard output.
 
     Raises:
       Failed: where it ends with another status than 0; what it said goes to standard error.
     """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    seen = {"JAX_CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices)))}
+    seen = {"JAX_CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     own = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | seen
     how = {"cwd": ROOT, "env": own, "input": told, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, *words], **how)
@@ -57,7 +57,7 @@ def process(words: list[str], devices: int, told: str = "") -> str:
 
 
 def run_of(args: argparse.Namespace, devices: int, impl: str) -> list[str]:
-    flags = f"--preset {args.preset} {IMPLEMENTATIONS[impl]} --fsdp {devices} --data 1"
+    flags = f"--preset {args.preset} {IMPLEMENTATIONS[impl]} --data-parallel 1 --fsdp {devices}"
     return flags.split() + ([] if args.batch is None else ["--batch", str(args.batch)])
 
 
@@ -66,7 +66,7 @@ def stepped(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]
     # a call is as long, whatever its devices
     job = {"steps": args.steps * devices, "repeats": args.repeats}
     job["words"] = [*run_of(args, devices, impl), "--clip", "0"]
-    printed = process(["-m", "benchmarks.suites.mesh.step"], devices, json.dumps(job))
+    printed = process(["-m", "benchmarks.suites.mesh.step"], range(devices), json.dumps(job))
     found = json.loads(printed.strip().splitlines()[-1])
     times = found.pop("times")
     return found | {"device_ms": statistics.median(times), "spread": [min(times), max(times)]}
@@ -76,7 +76,7 @@ def trained(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         log, record = Path(folder) / "log.jsonl", Path(folder) / "records.jsonl"
         words = ["--steps", str(args.train_steps), "--log", str(log), "--record", str(record)]
-        process(["examples/train_llama.py", *run_of(args, devices, impl), *words], devices)
+        process(["examples/train_llama.py", *run_of(args, devices, impl), *words], range(devices))
         found = {row["metric"]: row["value"] for row in records.load(record)}
         found["losses"] = [row["loss"] for row in records.load(log)]
     run = {"batch": args.batch or PRESETS[args.preset].batch, "steps": args.train_steps}

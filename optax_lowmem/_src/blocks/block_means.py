@@ -323,7 +323,7 @@ def _by_kernel(
     gradients = [g for _, g in pairs]
     block = pairs[0][0]  # all blocks and shapes are equal
 
-    def launched(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
+    def by_kernel(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         shape = gradients[0].shape
         launches = passes(block, shape)
         means = block_means_triton.means(launches, gradients, factor, backend=backend)
@@ -333,8 +333,8 @@ def _by_kernel(
         return [_by_xla(block, g, factor) for g in gradients]
 
     if not automatic:
-        return launched(gradients, factor)
-    return with_fallback("cuda", launched, plain, gradients, factor)
+        return by_kernel(gradients, factor)
+    return with_fallback("cuda", by_kernel, plain, gradients, factor)
 
 
 # ---- the operands that a step reads, from the means ----------------------------------------------
@@ -385,12 +385,12 @@ def _factors_by_kernel(
 
     backend = _asked(implementation) or platform.backend()
 
-    def launched(values: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
+    def by_kernel(values: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
         return block_means_triton.factors(block, shape, values, backend)
 
     def plain(values: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
         return [block.operands(v, shape) for v in values]
 
     if implementation is not None:
-        return launched(values)
-    return with_fallback("cuda", launched, plain, list(values))
+        return by_kernel(values)
+    return with_fallback("cuda", by_kernel, plain, list(values))

@@ -39,12 +39,12 @@ def means(
     """
     arrays = tuple(gradients)
     for i, one in enumerate(passes):
-        arrays = tuple(_launch(one, arrays, scale, i == 0, backend))
+        arrays = tuple(_run_pass(one, arrays, scale, i == 0, backend))
     return [x.reshape(-1) for x in arrays]
 
 
 @functools.partial(jax.jit, static_argnames=("one", "first", "backend"), inline=False)
-def _launch(
+def _run_pass(
     one: Columns | Sides, arrays: tuple[jax.Array, ...], scale: jax.Array, first: bool, backend: str
 ) -> list[jax.Array]:
     """Return partial sums of each array, f32 of shape `one.result`; `first` squares the array."""

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from optax_lowmem._src.core import array_metadata
+from optax_lowmem._src.core.placement import replicated
 
 _FP8 = "_overwrite_with_gradient"  # Flax's collection
 
@@ -67,15 +68,6 @@ class Contents:
         """Write restored arrays into the objects."""
         rest = jax.tree.map(_as_key, self.rest, state["rest"])
         return self.write(params, state["opt_state"], rest)
-
-
-def replicated(tree: Any) -> Sharding:
-    """Return the replicated sharding on the devices of the array that has most of them."""
-    given = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
-    most = max((s for s in given if s), key=lambda s: len(s.device_set), default=None)
-    if isinstance(most, NamedSharding):
-        return NamedSharding(most.mesh, PartitionSpec())
-    return most or SingleDeviceSharding(jnp.zeros(()).devices().pop())
 
 
 def contents(model: Any, optimizer: Any = None) -> Contents:

@@ -1,5 +1,7 @@
 """Codecs of optimizer slots, the formats of their scales, and splits of master weights."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -37,7 +39,7 @@ from optax_lowmem._src.core import groups, numerics
 from optax_lowmem._src.core.compiled import compiled
 
 __all__ = [
-    "BitSplit", "CODECS", "CompandedCodec", "GroupCodec", "MasterSplit", "SPLITS",
+    "BitSplit", "CODECS", "CompandedCodec", "GroupCodec", "MasterSplit", "NAMES", "SPLITS",
     "StoredSlot", "UlpSplit", "affine", "affine_paper", "check_groups", "check_stored",
     "decode_array", "dynamic", "e4m3", "e5m2", "encode_array", "expanded", "expanded_dynamic",
     "expanded_e4m3", "expanded_e5m2", "linear", "linear4", "linear_paper", "log4",
@@ -45,16 +47,28 @@ __all__ = [
     "sqrt4", "sqrt_paper",
 ]  # fmt: skip
 
-_BOTH = (e4m3, e5m2, dynamic, expanded_e4m3, expanded_e5m2, expanded_dynamic)
+_FLOATS = (e4m3, e5m2, dynamic, expanded_e4m3, expanded_e5m2, expanded_dynamic)
+_BY_SIGN = (linear, linear_paper, linear4, *_FLOATS)
+_OF_ONE_SIGN = (
+    softsign, softsign_paper, softsign4, normal4, affine, affine_paper, sqrt, sqrt_paper, sqrt4,
+    log4,
+)  # fmt: skip
 CODECS: dict[str, GroupCodec] = {
     codec.name: codec
     for codec in (
         softsign(), softsign_paper(), sqrt(), sqrt_paper(), linear(), linear_paper(),
         linear(signed=False), linear_paper(signed=False), linear4(), linear4(signed=False),
         softsign4(), sqrt4(), normal4(), log4(), affine(), affine_paper(),
-        *(build(signed) for build in _BOTH for signed in (True, False)),
+        *(build(signed) for build in _FLOATS for signed in (True, False)),
     )
 }  # fmt: skip
+# short name -> the codecs of slots with and without negative values
+NAMES: dict[str, tuple[GroupCodec, GroupCodec]] = {
+    "int8": (softsign(), sqrt()),
+    "int4": (softsign4(), dataclasses.replace(linear4(signed=False), scale=softsign4().scale)),
+    **{build.__name__: (build(), build()) for build in _OF_ONE_SIGN},
+    **{build.__name__: (build(True), build(False)) for build in _BY_SIGN},
+}
 
 
 def check_groups(x: jax.Array, group_size: int) -> None:

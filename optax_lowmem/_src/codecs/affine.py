@@ -94,15 +94,15 @@ class AffineCodec(GroupCodec):
         bits = ((numerics.to_bits(step) + 0x40) >> 7) << 7
         return self.scale.encode(bits, zero), Grid(step, (zero - 128).astype(jnp.float32))
 
-    def quantize(self, x: jax.Array, divisor: Grid, noise: jax.Array | None = None) -> jax.Array:
+    def quantize(self, x: jax.Array, divisor: Grid, uniforms: jax.Array | None = None) -> jax.Array:
         """Return codes of f32 values; `divisor` is the grid of each element's group."""
         if self.guarded:
             z = jnp.clip(x * divisor.step + divisor.zero, -128, 127)
         else:  # as in the reference implementation, which rounds before it adds the zero-point
             z = jnp.clip(numerics.quotient(x, divisor.step), -_FAR, _FAR)
-        if noise is not None:
+        if uniforms is not None:
             lo = jnp.floor(z)
-            z = lo + (noise < z - lo).astype(jnp.float32)
+            z = lo + (uniforms < z - lo).astype(jnp.float32)
         code, zero = numerics.round_to_int(z), divisor.zero.astype(jnp.int32)
         if not self.guarded:
             code = jnp.clip(code + zero, -128, 127)

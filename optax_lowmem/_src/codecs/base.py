@@ -244,13 +244,13 @@ class GroupCodec(ShowsChanges, abc.ABC):
         """Return stored scales and divisors for `quantize`, from the reduced `spans`."""
 
     @abc.abstractmethod
-    def quantize(self, x: jax.Array, divisor: Any, noise: jax.Array | None = None) -> jax.Array:
-        """Return codes of f32 values, elementwise; `divisor` and `noise` broadcast.
+    def quantize(self, x: jax.Array, divisor: Any, uniforms: jax.Array | None = None) -> jax.Array:
+        """Return codes of f32 values, elementwise; `divisor` and `uniforms` broadcast.
 
         Args:
           x: f32 values of any shape.
           divisor: result of `measure` for each element's group.
-          noise: uniforms in [0, 1) for stochastic rounding; None rounds to nearest.
+          uniforms: numbers in [0, 1) for stochastic rounding; None rounds to nearest.
         """
 
     @abc.abstractmethod
@@ -269,10 +269,12 @@ class GroupCodec(ShowsChanges, abc.ABC):
         values that are flushed to 0. Subnormal values count as 0.
         """
 
-    def encode(self, x: jax.Array, noise: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    def encode(
+        self, x: jax.Array, uniforms: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Return codes [..., groups, lanes] and stored scales [..., groups] of a group view."""
         stored, divisor = self.measure(x)
-        return self.quantize(x, _of_elements(divisor), noise), stored
+        return self.quantize(x, _of_elements(divisor), uniforms), stored
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Return f32 values [..., groups, lanes] of codes and stored scales [..., groups]."""

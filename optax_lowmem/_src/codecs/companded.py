@@ -74,12 +74,12 @@ class CompandedCodec(GroupCodec):
         """Return y at a position z, divided by the group's `unit`."""
         return z
 
-    def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """Return noise < P(up), without a division, for a position z with floor `lo`.
+    def rises(self, u: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
+        """Return u < P(up), without a division, for a position z with floor `lo`.
 
         P(up) is z - lo where decoded values are linear between neighbouring codes.
         """
-        return noise < z - lo
+        return u < z - lo
 
     def decode_magnitude(self, code: jax.Array, scale: jax.Array) -> jax.Array:
         """Return |x| (f32) of a non-negative code."""
@@ -105,17 +105,17 @@ class CompandedCodec(GroupCodec):
         return stored, self.divisor(jnp.maximum(absmax, jnp.float32(_PAPER_MIN_ABSMAX)))
 
     def quantize(
-        self, x: jax.Array, divisor: jax.Array, noise: jax.Array | None = None
+        self, x: jax.Array, divisor: jax.Array, uniforms: jax.Array | None = None
     ) -> jax.Array:
         """Return codes of f32 values, as `GroupCodec.quantize`."""
         y = self.magnitude(x)
         z = jnp.minimum(self.position(y, divisor), jnp.float32(self.levels))
-        if noise is None and not self.guarded:  # rounded as by the official implementation
+        if uniforms is None and not self.guarded:  # rounded as by the official implementation
             position = jnp.where(x < 0, -z, z) if self.signed else z
             return jnp.floor(position + jnp.float32(0.5)).astype(jnp.int32).astype(self.dtype)
-        if noise is not None:
+        if uniforms is not None:
             lo = jnp.floor(z)
-            z = lo + self.rises(noise, z, lo).astype(jnp.float32)
+            z = lo + self.rises(uniforms, z, lo).astype(jnp.float32)
         if self.signed:  # the sign is applied last: otherwise XLA on CPU keeps two f32 divisions
             return numerics.round_to_signed_byte(z, x)
         if self.guarded:  # subnormals are 0 on every backend
@@ -185,14 +185,14 @@ class SoftsignCodec(CompandedCodec):
         """Return z / (2 L - |z|)."""
         return numerics.quotient(z, 2 * self.levels - jnp.abs(z))
 
-    def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """Return noise < P with P = (z - lo) (2 L - 1 - lo) / (2 L - z).
+    def rises(self, u: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
+        """Return u < P with P = (z - lo) (2 L - 1 - lo) / (2 L - z).
 
         This is P(up) of expand(lo), expand(z) and expand(lo + 1). With a = 2 L - 1 - lo and
-        w = 2 L - z, P = (a + 1 - w) a / w, so noise < P is (a + noise) w < a a + a.
+        w = 2 L - z, P = (a + 1 - w) a / w, so u < P is (a + u) w < a a + a.
         """
         a, w = (2 * self.levels - 1) - lo, 2 * self.levels - z
-        return (a + noise) * w < a * a + a
+        return (a + u) * w < a * a + a
 
 
 def softsign() -> SoftsignCodec:
@@ -263,9 +263,9 @@ class SqrtCodec(CompandedCodec):
             scale = jnp.where(scale > most, most, scale)
         return scale * jnp.float32(1 / self.levels)
 
-    def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """Return noise < P with P = (z^2 - lo^2) / (2 lo + 1): unbiased in v, not in sqrt(v)."""
-        return lo * (lo + 2 * noise) + noise < z * z
+    def rises(self, u: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
+        """Return u < P with P = (z^2 - lo^2) / (2 lo + 1): unbiased in v, not in sqrt(v)."""
+        return lo * (lo + 2 * u) + u < z * z
 
 
 def sqrt() -> SqrtCodec:

@@ -160,9 +160,11 @@ class ExpandedCodec(GroupCodec):
         """Return log2 of the expanded values; the largest has the inner codec's `top_octaves`."""
         return numerics.log2(self._magnitude(x) * power.inverse) * power.k + power.start
 
-    def quantize(self, x: jax.Array, divisor: Power, noise: jax.Array | None = None) -> jax.Array:
-        """Return codes of f32 values; without noise, expanded values are rounded to nearest."""
-        codes = self.inner.round_octaves(self._octaves(x, divisor), noise, divisor.odds)
+    def quantize(
+        self, x: jax.Array, divisor: Power, uniforms: jax.Array | None = None
+    ) -> jax.Array:
+        """Return codes of f32 values; without uniforms, expanded values are rounded to nearest."""
+        codes = self.inner.round_octaves(self._octaves(x, divisor), uniforms, divisor.odds)
         codes = jnp.where(self._magnitude(x) >= jnp.float32(_MIN_NORMAL), codes, jnp.int32(0))
         codes = jnp.where(x < 0, -codes, codes) if self.signed else codes
         return numerics.low_byte(codes, self.dtype)

@@ -137,23 +137,25 @@ class MinifloatCodec(CompandedCodec):
             less * (curve * jnp.float32(0.22 * shift / middle) + jnp.float32(3 * unit)),
         )
 
-    def round_octaves(self, octaves: jax.Array, noise: jax.Array | None, odds: Odds) -> jax.Array:
+    def round_octaves(
+        self, octaves: jax.Array, uniforms: jax.Array | None, odds: Odds
+    ) -> jax.Array:
         """Return codes (int32, at least 1) of numbers from their log2.
 
         Args:
           octaves: log2 of the numbers, in units where the largest has `top_octaves` (or a rounding
             error more).
-          noise: uniforms for stochastic rounding between powers; None rounds numbers to nearest.
+          uniforms: for stochastic rounding between powers; None rounds numbers to nearest.
           odds: the `Odds` of each element's group.
         """
         one, t = 1 << self._shift, numerics.exp2(octaves)
         steps = jnp.clip(self._steps(t), jnp.int32(one), jnp.int32(self.levels * one))
-        if noise is None:
+        if uniforms is None:
             return (steps + jnp.int32(one // 2)) >> self._shift
         s = jnp.minimum(t, _one_to_two(steps))  # t if it is subnormal
         w = _one_to_two(steps << self.mantissa)  # 1 + u
         above = odds.slope * w + s + odds.start
-        stays = noise * (odds.bend * (2 - w) + above) - (w * above - above)
+        stays = uniforms * (odds.bend * (2 - w) + above) - (w * above - above)
         return (steps >> self._shift) + (numerics.to_bits(stays) >> 31).astype(jnp.int32)
 
 
@@ -254,24 +256,24 @@ class DynamicCodec(MappedCodec):
         return root * jnp.float32(math.log(2))
 
     def round_octaves(
-        self, octaves: jax.Array, noise: jax.Array | None, odds: jax.Array
+        self, octaves: jax.Array, uniforms: jax.Array | None, odds: jax.Array
     ) -> jax.Array:
         """Return codes (int32, at least 1) of values 2^octaves; P is exact, at two logarithms more.
 
         Args:
           octaves: log2 of the values, at most a rounding error above `top_octaves`.
-          noise: uniforms for stochastic rounding between powers; None rounds values to nearest.
+          uniforms: for stochastic rounding between powers; None rounds values to nearest.
           odds: the result of `odds` for each element's group.
         """
         octaves = jnp.minimum(octaves, jnp.float32(0))
         z = jnp.clip(self.position(numerics.exp2(octaves), jnp.float32(1)), 1, self.levels)
-        if noise is None:
+        if uniforms is None:
             return numerics.round_to_int(z)
         lo = jnp.floor(z)
         low = numerics.log2(self.expand(lo))
         gap = numerics.log2(self.expand(jnp.minimum(lo + 1, self.levels))) - low
         # P = (x - dec(lo)) / (dec(hi) - dec(lo)), numerator and denominator divided by dec(lo)
-        rises = noise * jnp.expm1(gap * odds) < jnp.expm1((octaves - low) * odds)
+        rises = uniforms * jnp.expm1(gap * odds) < jnp.expm1((octaves - low) * odds)
         return numerics.round_to_int(lo + rises.astype(jnp.float32))
 
 

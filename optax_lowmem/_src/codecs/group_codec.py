@@ -27,9 +27,9 @@ from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 def encode_plain(
     codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None = None, slot: str = ""
 ) -> tuple[jax.Array, jax.Array]:
-    """Encode as `encode`, with noise from a key: the specification of every kernel."""
-    noise = None if key is None else random.uniforms(key, x.shape, group_size, slot)
-    return encode_array(codec, x, group_size, noise)
+    """Encode as `encode`, with random numbers from a key: the specification of every kernel."""
+    uniforms = None if key is None else random.uniforms(key, x.shape, group_size, slot)
+    return encode_array(codec, x, group_size, uniforms)
 
 
 # ---- the choice of the implementation ------------------------------------------------------------

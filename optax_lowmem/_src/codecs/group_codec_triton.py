@@ -27,11 +27,11 @@ def _encode_tile(
     place = tiles.Place.of(tiling, tile)
     # lanes and groups of padding are 0, so they cannot raise the maximum of a real group
     x = numerics.widen(place.load(x_at))
-    noise = None
+    uniforms = None
     if key_at:
-        bits = tiles.noise(tiling, tile, key_at[0].load(0))
-        noise = random.join_bits(*bits, tiling.lanes, slot)
-    codes, scales = codec.encode(x, noise)
+        seeds = tiles.seeds(tiling, tile, key_at[0].load(0))
+        uniforms = random.slot_uniforms(*seeds, tiling.lanes, slot)
+    codes, scales = codec.encode(x, uniforms)
     tiles.Place.of(tiling, tile, codec.codes_per_byte).store(codes_at, codec.pack(codes))
     place.store_scales(scales_at, scales)
 

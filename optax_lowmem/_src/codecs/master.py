@@ -18,8 +18,8 @@ from jax import lax
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.reprs import ShowsChanges
 
-Noise = jax.Array | None
-_LARGEST = 3.3895313892515355e38  # of bf16: noise is added below it only, to give no infinity
+Bits = jax.Array | None
+_LARGEST = 3.3895313892515355e38  # of bf16; only smaller values are rounded up: none becomes inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +55,14 @@ class MasterSplit(ShowsChanges, abc.ABC):
         return 0
 
     @abc.abstractmethod
-    def round(self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None) -> jax.Array:
-        """Return 16-bit weights p of f32 master weights w; `noise` is uint32, random at the top."""
+    def round(self, w: jax.Array, dtype: jnp.dtype, random_bits: Bits = None) -> jax.Array:
+        """Return 16-bit weights p of f32 master weights w, rounded by `random_bits` (uint32)."""
 
     @abc.abstractmethod
-    def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:
+    def correction(self, w: jax.Array, p: jax.Array, random_bits: Bits = None) -> jax.Array:
         """Return the correction that brings p closest to w; p need not be `round(w)`.
 
-        With noise it is unbiased if p is `round(w)` with the same noise.
+        With random bits it is unbiased if p is `round(w)` with the same bits.
         """
 
     @abc.abstractmethod
@@ -70,11 +70,11 @@ class MasterSplit(ShowsChanges, abc.ABC):
         """Return the master weight (f32) of a weight and its correction."""
 
     def split(
-        self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None
+        self, w: jax.Array, dtype: jnp.dtype, random_bits: Bits = None
     ) -> tuple[jax.Array, jax.Array]:
         """Return weights and corrections of master weights w (f32)."""
-        p = self.round(w, dtype, noise)
-        return p, self.correction(w, p, noise)
+        p = self.round(w, dtype, random_bits)
+        return p, self.correction(w, p, random_bits)
 
 
 def _bf16_bits(p: jax.Array) -> jax.Array:
@@ -86,11 +86,11 @@ class BitSplit(MasterSplit):
     r"""p is the upper 16 bits of w, rounded half up; the correction is the signed remainder.
 
     Let k be the width of the correction and b the bits of w. With 24 bits, b is the upper 24,
-    rounded to nearest even, or with noise by adding 8 random bits below them. Then
+    rounded to nearest even, or stochastically by adding 8 random bits below them. Then
     p = (b + 2^(k-1)) >> k and c = b - (p << k). Joining is one shift and one addition. Splitting a
-    joined weight changes no bit, with any noise, so a zero update is exact. 24 bits: relative error
-    at most 2^-16 (with noise 2^-15, and exact in expectation); 32 bits: every finite f32 is
-    restored exactly.
+    joined weight changes no bit, however it is rounded, so a zero update is exact. 24 bits:
+    relative error at most 2^-16 (stochastically 2^-15, and exact in expectation); 32 bits: every
+    finite f32 is restored exactly.
     """
 
     @property
@@ -98,24 +98,24 @@ class BitSplit(MasterSplit):
         """Return int8 or int16."""
         return jnp.dtype(jnp.int8 if self.bits == 24 else jnp.int16)
 
-    def _lifted(self, w: jax.Array, noise: Noise) -> jax.Array:
+    def _lifted(self, w: jax.Array, random_bits: Bits) -> jax.Array:
         """Return the bits of w; for 24 bits increased so that dropping the lowest 8 rounds."""
         b = numerics.canonical_nan(numerics.to_bits(w))
         if self.bits == 32:
             return b
-        if noise is None:
+        if random_bits is None:
             return b + 0x7F + ((b >> 8) & 1)
-        return b + jnp.where(jnp.abs(w) < jnp.float32(_LARGEST), noise >> 24, jnp.uint32(0))
+        return b + jnp.where(jnp.abs(w) < jnp.float32(_LARGEST), random_bits >> 24, jnp.uint32(0))
 
     def round(
-        self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16, noise: Noise = None
+        self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16, random_bits: Bits = None
     ) -> jax.Array:
-        """Return bf16 weights; without noise, `w.astype(bfloat16)` except next to ties."""
-        return self.split(w, dtype, noise)[0]
+        """Return bf16 weights; without random bits, `w.astype(bfloat16)` except next to ties."""
+        return self.split(w, dtype, random_bits)[0]
 
-    def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:
+    def correction(self, w: jax.Array, p: jax.Array, random_bits: Bits = None) -> jax.Array:
         """Return b - (p << k), clamped if p is not the rounding of w."""
-        t, weight = self._lifted(w, noise) >> (32 - self.bits), _bf16_bits(p)
+        t, weight = self._lifted(w, random_bits) >> (32 - self.bits), _bf16_bits(p)
         half = 1 << (self.width - 1)
         c = jnp.clip((t - (weight << self.width)).astype(jnp.int32), -half, half - 1)
         magnitude = weight & 0x7FFF
@@ -125,10 +125,10 @@ class BitSplit(MasterSplit):
         return jnp.where((magnitude >= 0x7F80) & ~rounded, 0, c).astype(self.dtype)
 
     def split(
-        self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16, noise: Noise = None
+        self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16, random_bits: Bits = None
     ) -> tuple[jax.Array, jax.Array]:
         """Return weights and corrections; here p is the rounding of w, so no clamp is needed."""
-        b = self._lifted(w, noise)
+        b = self._lifted(w, random_bits)
         weight = ((b + 0x8000) >> 16).astype(jnp.uint16)
         # the remainder is the bits of b below the upper 16, read as a signed integer
         correction = (b >> (32 - self.bits)).astype(self.dtype)
@@ -146,7 +146,7 @@ class BitSplit(MasterSplit):
 class UlpSplit(MasterSplit):
     r"""p rounded to nearest even, and rho = round(N (w - p) / (ULP(p) / 2)) (Alg. 1, eq. 1 and 2).
 
-    N = 2^(k-1) - 1 (127 or 32767); rho is stored unsigned, as rho + 2^(k-1). With noise rho is
+    N = 2^(k-1) - 1 (127 or 32767); rho is stored unsigned, as rho + 2^(k-1). With bits rho is
     rounded stochastically, unless the nearest rho already restores w (in f32). fp16, 24 bits: mean
     relative error under 1e-6 in fp16's normal range; 32 bits: exact there. bf16, 32 bits: exact in
     99.7 %. Weights under 2^-60 are scaled by 2^64 for the arithmetic, so that no remainder is
@@ -176,11 +176,11 @@ class UlpSplit(MasterSplit):
         low = exponent // 2
         return lift, low, exponent - low
 
-    def round(self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None) -> jax.Array:
-        """Return `w` rounded to nearest even, also with noise."""
+    def round(self, w: jax.Array, dtype: jnp.dtype, random_bits: Bits = None) -> jax.Array:
+        """Return `w` rounded to nearest even, also with random bits."""
         return numerics.narrow(w, dtype)
 
-    def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:
+    def correction(self, w: jax.Array, p: jax.Array, random_bits: Bits = None) -> jax.Array:
         """Return rho + 2^(k-1); rho is clipped to [-N, N], and is 0 where p is not finite."""
         weight = numerics.widen(p)
         lift, low, high = self._half_ulp(p)
@@ -191,10 +191,10 @@ class UlpSplit(MasterSplit):
         exact = jnp.clip(e, -1, 1) * top
         rho = jnp.where(exact < 0, -jnp.floor(0.5 - exact), jnp.floor(exact + 0.5))
         stored = (rho.astype(jnp.int32) + self.zero).astype(self.dtype)
-        if noise is None or self.bits == 32:
+        if random_bits is None or self.bits == 32:
             return stored
         low = jnp.floor(exact)
-        rho = jnp.minimum(low + (numerics.uniform(noise) < exact - low), top)
+        rho = jnp.minimum(low + (numerics.uniform(random_bits) < exact - low), top)
         drawn = (rho.astype(jnp.int32) + self.zero).astype(self.dtype)
         return jnp.where(self.join(p, stored) == w, stored, drawn)
 

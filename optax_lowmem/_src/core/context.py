@@ -112,7 +112,7 @@ class StepArguments:
 # an optax state holds arrays only, so what an `init` decided has no other way out of its wrappers
 _context: ContextVar[Context] = ContextVar("context", default=Context())  # noqa: B039 (frozen)
 # optax's wrappers call `update` with arguments of their choice, so these have no other way in
-_step: ContextVar[StepArguments] = ContextVar("step", default=StepArguments())  # noqa: B039 (frozen)
+_step_arguments: ContextVar[StepArguments] = ContextVar("step", default=StepArguments())  # noqa: B039 (frozen)
 
 
 @contextlib.contextmanager
@@ -171,21 +171,21 @@ def providing(masters: Masters) -> contextlib.AbstractContextManager[Masters]:
 @contextlib.contextmanager
 def stepping(**changes: Any) -> Iterator[None]:
     """Set some of the `StepArguments` of steps that are traced in this context."""
-    token = _step.set(dataclasses.replace(_step.get(), **changes))
+    token = _step_arguments.set(dataclasses.replace(_step_arguments.get(), **changes))
     try:
         yield
     finally:
-        _step.reset(token)
+        _step_arguments.reset(token)
 
 
 def step_arguments() -> StepArguments:
     """Return the `StepArguments` that an enclosing `stepping` set."""
-    return _step.get()
+    return _step_arguments.get()
 
 
 def placement(path: str) -> Placement | None:
     """Return the `Placement` of a leaf in the enclosing `stepping` context, or None."""
-    return (_step.get().placements or {}).get(path)
+    return (_step_arguments.get().placements or {}).get(path)
 
 
 def dry_run(

@@ -71,13 +71,7 @@ class Placement:
 
     def cut_groups(self, shape: tuple[int, ...], group_size: int) -> str | None:
         """Describe how shards cut through groups of the last axis; None if they do not."""
-        length = shape[-1] // self.parts(-1)
-        if self.parts(-1) == 1 or length % group_size == 0:
-            return None
-        return (
-            f"shards of {length} on the last axis, but groups of {group_size}: some groups span "
-            "two devices"
-        )
+        return groups.cut_reason(shape[-1], self.parts(-1), group_size)
 
     def cuts_some(self, shape: tuple[int, ...], group_sizes: Iterable[int]) -> bool:
         """Return whether shards cut through groups of any of these sizes."""
@@ -189,6 +183,15 @@ def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | Abstract
     if mesh.empty:
         raise ValueError("PartitionSpecs and axis names need a mesh: pass mesh=, or use set_mesh.")
     return mesh
+
+
+def replicated(tree: object) -> jax.sharding.Sharding:
+    """Return the replicated sharding on the devices of the array that has most of them."""
+    given = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    most = max((s for s in given if s), key=lambda s: len(s.device_set), default=None)
+    if isinstance(most, NamedSharding):
+        return NamedSharding(most.mesh, PartitionSpec())
+    return most or jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
 
 
 def sharding_leaves(params: optax.Params, shardings: object) -> list[Sharding]:

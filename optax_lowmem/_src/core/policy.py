@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import jax
 import optax
 
-from optax_lowmem._src.core import context, varying
+from optax_lowmem._src.core import context, patterns, varying
 from optax_lowmem._src.core.reprs import ShowsChanges
-from optax_lowmem._src.core.trees import holds, mask_values, named_leaves
+from optax_lowmem._src.core.trees import check_mask, holds, mask_values, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +37,9 @@ class Policy(ShowsChanges):
     def __post_init__(self) -> None:
         if not isinstance(self.min_size, int) or self.min_size < 0:
             raise ValueError(f"Policy.min_size is a number of elements >= 0, got {self.min_size!r}")
-        if isinstance(self.exclude, str):
-            raise TypeError(
-                f"Policy.exclude is a tuple of patterns, got the string {self.exclude!r}: write "
-                f"exclude=({self.exclude!r},)"
-            )
-        object.__setattr__(self, "exclude", tuple(self.exclude))  # a list would not be hashable
-        if not all(isinstance(pattern, str) for pattern in self.exclude):
-            raise TypeError(f"Policy.exclude is a tuple of patterns, got {self.exclude!r}")
+        check_mask("Policy.mask", self.mask, "exclude=('*{}*',)")
+        # a list would not be hashable
+        object.__setattr__(self, "exclude", patterns.checked("Policy.exclude", self.exclude))
 
     def reason(
         self, path: str, shape: tuple[int, ...], slot: str, stored: bool = False
@@ -84,12 +79,12 @@ class Policy(ShowsChanges):
 def unmatched_patterns(policies: Iterable[Policy], tree: optax.Params) -> list[str]:
     """Return a warning for each pattern of some policies that matches no leaf of the tree."""
     paths = [path for path, _ in named_leaves(tree)]
-    return [
-        f"the pattern {pattern!r} of Policy.exclude matches no leaf"
+    messages = (
+        patterns.unmatched(f"the pattern {pattern!r} of Policy.exclude", _parsed(pattern)[1], paths)
         for policy in policies
         for pattern in policy.exclude
-        if not fnmatch.filter(paths, _parsed(pattern)[1])
-    ]
+    )
+    return [message for message in messages if message is not None]
 
 
 def warn_of_patterns(policy: Policy, tree: optax.Params) -> None:

@@ -18,6 +18,8 @@ _LANE_SALT = 0x5BD1E995
 _WORD_SALT = 0x2545F491
 _ROUND_GROUP = 32
 
+Seeds = tuple[jax.Array, jax.Array]  # R of each group, and C of each lane of a group
+
 
 def mix(x: jax.Array, tweak: jax.Array | None = None) -> jax.Array:
     """Hash uint32 bijectively, with full avalanche (C. Wellons' lowbias32, varied by `tweak`)."""
@@ -103,14 +105,12 @@ def row_and_lane_keys(keys: jax.Array, rank: int = 0) -> tuple[jax.Array, jax.Ar
     return (keys, keys) if keys.ndim == rank else (keys[..., 0], keys[..., 1])
 
 
-def noise_bits(
-    key: jax.Array, shape: tuple[int, ...], group_size: int
-) -> tuple[jax.Array, jax.Array]:
-    """Return the random bits of an array [..., n], uint32: parts R [..., groups] and C [n]."""
+def seeds(key: jax.Array, shape: tuple[int, ...], group_size: int) -> Seeds:
+    """Return R [..., groups] and C [n] of an array [..., n], uint32: `slot_bits` combines them."""
     row_key, lane_key = row_and_lane_keys(key)
     grouped = groups.scale_shape(shape, group_size)
-    lane = lane_bits(lane_key, lax.iota(jnp.uint32, min(group_size, shape[-1])))
-    return row_bits(row_key, indices(grouped)), jnp.tile(lane, grouped[-1])[: shape[-1]]
+    lane = lane_seeds(lane_key, lax.iota(jnp.uint32, min(group_size, shape[-1])))
+    return row_seeds(row_key, indices(grouped)), jnp.tile(lane, grouped[-1])[: shape[-1]]
 
 
 def indices(shape: tuple[int, ...]) -> list[jax.Array]:
@@ -122,7 +122,7 @@ def indices(shape: tuple[int, ...]) -> list[jax.Array]:
     return result
 
 
-def row_bits(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
+def row_seeds(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
     """Return R of groups from their uint32 index along each axis, the group's index last.
 
     The indices are multiplied by an odd number per axis, summed, and mixed once per group. A part
@@ -132,7 +132,7 @@ def row_bits(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
 
 
 def counter(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
-    """Return the uint32 whose hash is R of groups: see `row_bits`."""
+    """Return the uint32 whose hash is R of groups: see `row_seeds`."""
     for axis, index in enumerate(coordinates):
         key = key + index * odd(axis)
     return key
@@ -169,7 +169,7 @@ def words(
     return drawn
 
 
-def lane_bits(key: jax.Array, lanes: jax.Array) -> jax.Array:
+def lane_seeds(key: jax.Array, lanes: jax.Array) -> jax.Array:
     """Return C of lanes (uint32 positions in a group)."""
     return mix(mix(key ^ jnp.uint32(_LANE_SALT)) + lanes * jnp.uint32(_GOLDEN))
 
@@ -181,14 +181,14 @@ def odd(name: str | int) -> jax.Array:
 
 
 def slot_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
-    """Return uint32 of an array's shape from `noise_bits`, for one slot; upper bits are random."""
+    """Return uint32 of an array's shape for one slot, from `seeds`; upper bits are random."""
     # no reshape: Triton would then move data between threads
     lanes = lax.expand_dims(lane, range(row.ndim - lane.ndim))
     return (groups.spread(row, lane.shape[-1], group_size) + lanes) * odd(slot)
 
 
-def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
-    """Return uniform f32 in [0, 1) of an array's shape from `noise_bits`, for one slot."""
+def slot_uniforms(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
+    """Return uniform f32 in [0, 1) of an array's shape, for one slot, from `seeds`."""
     return numerics.uniform(slot_bits(row, lane, group_size, slot))
 
 
@@ -201,8 +201,8 @@ def leaf_bits(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str
     row_key, lane_key = row_and_lane_keys(key)
     whole = shape or (1,)
     *leading, last = (lax.broadcasted_iota(jnp.uint32, whole, axis) for axis in range(len(whole)))
-    row = row_bits(row_key, [*leading, last // jnp.uint32(group_size)])
-    bits = row + lane_bits(lane_key, last % jnp.uint32(group_size))
+    row = row_seeds(row_key, [*leading, last // jnp.uint32(group_size)])
+    bits = row + lane_seeds(lane_key, last % jnp.uint32(group_size))
     return (bits * odd(slot)).reshape(shape)
 
 
@@ -219,8 +219,8 @@ def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str 
       group_size: number of neighbours on the last axis that share R.
       slot: name of the leaf's slot.
     """
-    row, lane = noise_bits(key, shape, group_size)
-    return join_bits(row, lane, group_size, slot)
+    row, lane = seeds(key, shape, group_size)
+    return slot_uniforms(row, lane, group_size, slot)
 
 
 def round_bits(x: jax.Array, key: jax.Array, dropped: int) -> jax.Array:
@@ -232,9 +232,9 @@ def round_bits(x: jax.Array, key: jax.Array, dropped: int) -> jax.Array:
       dropped: number of bits to drop, at most 23.
     """
     shape = x.shape if x.ndim else (1,)
-    noise = uniforms(key, shape, _ROUND_GROUP).reshape(x.shape)
+    drawn = uniforms(key, shape, _ROUND_GROUP).reshape(x.shape)
     bits = numerics.to_bits(x)
-    lifted = bits + (noise * jnp.float32(1 << dropped)).astype(jnp.int32).astype(jnp.uint32)
+    lifted = bits + (drawn * jnp.float32(1 << dropped)).astype(jnp.int32).astype(jnp.uint32)
     finite = (bits & numerics.MAGNITUDE_MASK) < numerics.INF_BITS
     kept = jnp.where(finite, lifted, numerics.canonical_nan(bits))
     return numerics.from_bits((kept >> dropped) << dropped)

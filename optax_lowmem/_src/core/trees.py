@@ -220,6 +220,22 @@ def chosen(choice: Any, params: optax.Params) -> Any:
     return choice(params) if kinds and all(kinds) else choice
 
 
+def check_mask(name: str, mask: object, instead: str) -> None:
+    """Raise for a mask with strings, such as the name of a parameter.
+
+    Args:
+      name: the argument that the mask is.
+      mask: an optax-style mask, or what was passed as one.
+      instead: how to select parameters by a name; a format with the string.
+    """
+    for leaf in jax.tree.leaves(mask):
+        if isinstance(leaf, str):
+            raise TypeError(
+                f"{name} is a tree of bools or a function of the parameters, not a name, got "
+                f"{mask!r}: write {instead.format(leaf)}"
+            )
+
+
 def mask_values(what: str, mask: optax.MaskOrFn, params: optax.Params) -> list[bool]:
     """Return the value of an optax-style mask for each leaf of `params`, in order.
 

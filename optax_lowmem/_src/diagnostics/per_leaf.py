@@ -1,48 +1,25 @@
 """Scalars per leaf: RMS_t of gradients, norms of the master weights and their drift."""
 
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lowmem._src.codecs import StoredSlot, decode_array
-from optax_lowmem._src.core import numerics, trees
+from optax_lowmem._src.codecs import GroupCodec, StoredSlot, decode_array
+from optax_lowmem._src.core import numerics, patterns, trees
 from optax_lowmem._src.core.clipping import rms_of_ratio
 from optax_lowmem._src.core.hyperparameters import as_f32, check_decay, check_range, decay_at
 from optax_lowmem._src.step.masters import master_params
-from optax_lowmem._src.step.storage import Storage
-
-L = TypeVar("L")
+from optax_lowmem._src.step.storage import Storage, codec_of
 
 
-def chosen(named: Sequence[tuple[str, L]], patterns: Sequence[str]) -> list[tuple[str, Any]]:
-    """Return the (path, leaf) pairs that match any pattern, in order.
-
-    Args:
-      named: (path, leaf) pairs.
-      patterns: globs such as `"*embed*"`.
-
-    Raises:
-      TypeError: for a string instead of a sequence of strings.
-      ValueError: for a pattern that no path matches.
-    """
-    if isinstance(patterns, str):
-        raise TypeError(
-            f"leaves must be a tuple of patterns, got the string {patterns!r}: write "
-            f"leaves=({patterns!r},)"
-        )
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(path, pattern) for path, _ in named):
-            names = ", ".join(path for path, _ in named[:5])
-            raise ValueError(
-                f"no leaf matches the pattern {pattern!r}: the leaves are {names or 'none'}"
-                + (", ..." if len(named) > 5 else "")
-            )
-    return [pair for pair in named if any(fnmatch.fnmatchcase(pair[0], glob) for glob in patterns)]
+def _chosen(named: Sequence[tuple[str, Any]], leaves: Sequence[str]) -> dict[str, Any]:
+    """Return the leaves that match any of some glob patterns, each of which must match one."""
+    chosen = patterns.matching("leaves", leaves, [path for path, _ in named])
+    return {path: leaf for path, leaf in named if path in chosen}
 
 
 # ---- RMS_t ---------------------------------------------------------------------------------------
@@ -122,13 +99,14 @@ def rms(
         raise ValueError(f"sample must be a number of elements, at least 1, got {sample!r}")
     moments, scales = _moments(state), _scales(state)
     named = [(path, g) for path, g in trees.named_leaves(gradients) if path in moments and g.size]
+    codec, size = codec_of("nu", storage.nu, signed=False), storage.group_size
     results = {}
-    for path, g in chosen(named, leaves):
+    for path, g in _chosen(named, leaves).items():
         nu, count = moments[path]
-        nu, stored = _checked(path, g, nu, scales.get(path), storage)
+        nu, stored = _checked(path, g, nu, scales.get(path), codec, size)
         g, nu, stored = _sampled(sample, g, nu, stored)
-        if stored is not None and storage.nu is not None:
-            nu = decode_array(storage.nu, nu, stored, storage.group_size, g.shape[-1])
+        if stored is not None and codec is not None:
+            nu = decode_array(codec, nu, stored, size, g.shape[-1])
         u = numerics.widen(nu)
         if count is not None:
             u /= decay_at("b2", b2, count - 1).correction
@@ -168,10 +146,14 @@ def _scales(state: optax.OptState) -> dict[str, jax.Array]:
 
 
 def _checked(
-    path: str, g: jax.Array, nu: jax.Array, scales: jax.Array | None, storage: Storage
+    path: str,
+    g: jax.Array,
+    nu: jax.Array,
+    scales: jax.Array | None,
+    codec: GroupCodec | None,
+    size: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return `nu` and its scales (None if it is not compressed), checked against `storage`."""
-    codec, size = storage.nu, storage.group_size
+    """Return `nu` and its scales (None if it is not compressed), checked against its storage."""
     is_code = nu.dtype in (jnp.int8, jnp.uint8)
     wanted = codec.storage(g.shape, size) if codec is not None and is_code and g.ndim else None
     if nu.shape not in (g.shape, wanted and wanted.codes.shape):
@@ -232,7 +214,7 @@ def norms(
       >>> {f"norm/{path}": float(norm) for path, norm in now.items()}
       {'norm/block/w': 32.0}
     """
-    weights = dict(chosen(trees.named_leaves(params), leaves))
+    weights = _chosen(trees.named_leaves(params), leaves)
     masters = master_params(weights, () if state is None else state)
     return {path: jnp.sqrt(jnp.sum(jnp.square(masters[path]))) for path in weights}
 

@@ -18,7 +18,14 @@ from optax_lowmem._src.codecs.base import E8M8Scale
 from optax_lowmem._src.core import groups, numerics
 from optax_lowmem._src.core.groups import next_power_of_two
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.kernels.fallback import with_fallback
+from optax_lowmem._src.kernels.along_axes import (
+    Cut,
+    along_axes,
+    axes_of,
+    broadcast,
+    in_groups,
+    names_of,
+)
 from optax_lowmem._src.quantized_matmul import (
     E4M3,
     Format,
@@ -243,7 +250,16 @@ def store_normed(
             stored = Grouped(stored.codes.reshape(x.shape), scales)
         return stored, inverse.reshape(*x.shape[:-1], 1), _maximum(largest, x)
 
-    return with_fallback("cuda", kernel, plain, x, scale)
+    def part(cut: Cut, x: jax.Array, scale: jax.Array) -> Any:
+        stored, inverse, largest = kernel(x, scale)
+        return stored, inverse, cut.max(largest, *cut.places)
+
+    names = names_of(x.ndim, None)
+    return along_axes(
+        "store_normed", kernel, plain, x, scale,
+        operands=[names, (None,)], results=[*[names] * (3 if keep else 1), (None,) * x.ndim],
+        axes=axes_of(names, x.shape), part=part,
+    )  # fmt: skip
 
 
 def store_gated(
@@ -262,7 +278,17 @@ def store_gated(
         stored, largest = kernels_triton.store_gated(given, **static, backend=backend)
         return stored, _maximum(largest, given[0])
 
-    return with_fallback("cuda", kernel, lambda *given: store_gated_plain(given, **static), *given)
+    def part(cut: Cut, *given: jax.Array) -> Any:
+        stored, largest = kernel(*given)
+        return stored, cut.max(largest, *cut.places)
+
+    names = names_of(given[0].ndim, "n")
+    of_stored = [names, (*names[:-1], *in_groups("n"))] * (len(given) if keep else 0)
+    return along_axes(
+        "store_gated", kernel, lambda *given: store_gated_plain(given, **static), *given,
+        operands=[names] * len(given), results=[*of_stored, (None,) * len(names)],
+        axes=axes_of(names, given[0].shape, n=group_size), part=part,
+    )  # fmt: skip
 
 
 def transposes_reason(
@@ -296,7 +322,7 @@ def sums_by_kernel(
 
 
 class Transposed(NamedTuple):
-    """Codes [..., k] transposed to [k, tokens], for a kernel that sums over tokens.
+    """Codes [..., k] transposed to [k, ...], for a kernel that sums over tokens.
 
     They have one scale.
     """
@@ -327,13 +353,13 @@ def quantized_for_products(
         transposes, which XLA removes if its result is not used.
 
     Returns:
-      The codes and their scale; the codes as [n, tokens], or None.
+      The codes and their scale; the codes as [n, ...], or None.
     """
     shape, dtype = given[0].shape, given[0].dtype
 
     def plain(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
         codes = quantized(function(*map(numerics.widen, given)), absmax)
-        return codes, codes.codes.reshape(-1, shape[-1]).T
+        return codes, jnp.moveaxis(codes.codes, -1, 0)
 
     like = jax.ShapeDtypeStruct((*shape[:-1], _COLUMNS), E4M3.dtype)
     if not over_tokens or transposes_reason(given[0], like, dtype) is not None:
@@ -343,19 +369,35 @@ def quantized_for_products(
     backend = platform.backend()
 
     def both(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
+        shape = given[0].shape
         x, *beside = (array.reshape(-1, array.shape[-1]) for array in given)
         codes, transposed = kernels_triton.quantize_both(
             x, absmax, E4M3, backend, function, tuple(beside)
         )
         scale = codes.scales.reshape((1,) * len(shape))
+        transposed = transposed.reshape(shape[-1], *shape[:-1])
         return Quantized(codes.codes.reshape(shape), scale), transposed
 
     def apart(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
         codes, _ = plain(absmax, *given)
-        rows = codes.codes.reshape(-1, shape[-1])
-        return codes, kernels_triton.transpose(rows, backend=backend)
+        return codes, _transposed(codes.codes, backend)
 
-    return with_fallback("cuda", both if now else apart, plain, absmax, *given)
+    names = names_of(len(shape), "n")
+    return along_axes(
+        "quantized_for_products", both if now else apart, plain, absmax, *given,
+        operands=[(None,) * absmax.ndim, *broadcast([names] * len(given), given)],
+        results=[names, (None,) * len(shape), (names[-1], *names[:-1])],
+        axes=axes_of(names, shape),
+    )  # fmt: skip
+
+
+def _transposed(codes: jax.Array, backend: str) -> jax.Array:
+    """Transpose codes [..., k] to [k, ...] by a kernel."""
+    from optax_lowmem._src.fp8_flow import kernels_triton
+
+    *rest, last = codes.shape
+    transposed = kernels_triton.transpose(codes.reshape(-1, last), backend=backend)
+    return transposed.reshape(last, *rest)
 
 
 def multiply_over_tokens(
@@ -376,14 +418,14 @@ def multiply_over_tokens(
       dtype: of the product.
       sharding: of the product, on a mesh with Explicit axes.
     """
+    sums = g.ndim - 1
 
     def plain(
         x: Quantized | Transposed, g: jax.Array, absmax: jax.Array
     ) -> tuple[Quantized, jax.Array]:
         codes = quantized(g, absmax, to)
-        sums = g.ndim - 1
         if isinstance(x, Transposed):
-            x = Quantized(x.codes.T.reshape(*g.shape[:-1], -1), x.scales)
+            x = Quantized(jnp.moveaxis(x.codes, 0, -1), x.scales)
         return codes, multiply(x, codes, sums, dtype, transposed=True, sharding=sharding)
 
     if not isinstance(x, Transposed) and not sums_by_kernel(x, g, to, dtype):
@@ -398,16 +440,28 @@ def multiply_over_tokens(
         one = (1, 1)
         rows_g = g.reshape(-1, g.shape[-1])
         codes, of_g = kernels_triton.quantize_both(rows_g, absmax, to, backend=backend)
-        of_x = x.codes
-        if not isinstance(x, Transposed):
-            of_x = kernels_triton.transpose(of_x.reshape(-1, of_x.shape[-1]), backend=backend)
+        of_x = x.codes if isinstance(x, Transposed) else _transposed(x.codes, backend)
+        of_x = of_x.reshape(of_x.shape[0], -1)
         product = multiply(
             Quantized(of_x, x.scales.reshape(one)), Quantized(of_g, codes.scales), 1, dtype
         )
         scales = codes.scales.reshape((1,) * g.ndim)
         return Quantized(codes.codes.reshape(g.shape), scales), product
 
-    return with_fallback("cuda", kernel, plain, x, g, absmax)
+    def part(
+        cut: Cut, x: Quantized | Transposed, g: jax.Array, absmax: jax.Array
+    ) -> tuple[Quantized, jax.Array]:
+        codes, product = multiply_over_tokens(x, g, absmax, to, jnp.dtype(jnp.float32))
+        return codes, cut.sum(product, ("k", "m")).astype(dtype)
+
+    of_x, of_g = names_of(g.ndim, "k"), names_of(g.ndim, "m")
+    of_codes = (of_x[-1], *of_x[:-1]) if isinstance(x, Transposed) else of_x
+    return along_axes(
+        "multiply_over_tokens", kernel, plain, x, g, absmax,
+        operands=[of_codes, (None,) * x.scales.ndim, of_g, (None,) * absmax.ndim],
+        results=[of_g, (None,) * g.ndim, ("k", "m")],
+        axes=axes_of(of_codes, x.codes.shape) | axes_of(of_g, g.shape), part=part, adds=True,
+    )  # fmt: skip
 
 
 def _maximum(parts: jax.Array, like: jax.Array) -> jax.Array:

@@ -130,7 +130,7 @@ class Coded:
         and if nothing else does, XLA never computes it.
       quantized: codes in the value's shape and one scale; None with `Recipe(storage="bf16")`.
       source: with that recipe, how the products' backward pass recomputes the value.
-      transposed: the codes as [k, tokens], if a kernel computes the gradients of weights; the
+      transposed: the codes as [k, ...], if a kernel computes the gradients of weights; the
         backward pass then saves only these.
     """
 

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import itertools
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -126,12 +127,13 @@ class Partition(abc.ABC):
 
     @abc.abstractmethod
     def cut(
-        self, given: Sequence[Tiles | None], count: int
+        self, given: Sequence[Tiles | None], wanted: Sequence[Tiles | None], count: int
     ) -> tuple[list[Tiles], list[Tiles], Callable[..., list[jax.Array]]]:
         """Return (tiles of operands, tiles of results, the work of a device).
 
         Args:
           given: how XLA would cut the operands; None where it does not say.
+          wanted: likewise, the results.
           count: number of devices; a device's number is `jax.lax.axis_index(EVERY)`.
         """
 
@@ -153,7 +155,7 @@ def can_lower(module: Any) -> bool:
     """Return whether a call can be partitioned in a program that is lowered."""
     count = getattr(module.axis_context, "num_devices", None)
     exported = module.lowering_parameters.for_export
-    return available() and not exported and 0 < (count or 0) <= jax.device_count()
+    return available() and not exported and count is not None
 
 
 def lower(
@@ -179,8 +181,9 @@ def lower(
         sharding_rule=partition.rule(),
     )
     # Stand-ins of the program's devices, of which only the number counts: a program need not have
-    # one mesh, nor devices.
-    stand_ins = ShardingContext(count, tuple(jax.devices()[:count]), None)
+    # one mesh, nor devices of this machine.
+    devices = itertools.islice(itertools.cycle(jax.devices()), count)
+    stand_ins = ShardingContext(count, tuple(devices), None)
     inner = ctx.replace(module_context=module.replace(axis_context=stand_ins))
 
     def call(*args: jax.Array) -> list[jax.Array]:
@@ -206,14 +209,10 @@ def _printed(jaxpr: Any) -> str:
 
 def _cut(partition: Partition, count: int, mesh: Any, args: Any, results: Any) -> Any:
     """Answer XLA's partitioner."""
-    del mesh, results
-    shardings = [x.sharding for x in args]
-    devices = next(s for s in shardings if s is not None)._internal_device_list
-    given = [
-        None if s is None else _tiles_of(s._hlo_sharding, len(x.shape))
-        for s, x in zip(shardings, args, strict=True)
-    ]
-    of_args, of_results, work = partition.traced(partition.cut, given, count)
+    del mesh
+    devices = next(x.sharding for x in args if x.sharding is not None)._internal_device_list
+    tiles = ([_tiles_of(x) for x in every] for every in (args, results))
+    of_args, of_results, work = partition.traced(partition.cut, *tiles, count)
 
     def device(*args: jax.Array) -> list[jax.Array]:
         return partition.traced(work, *args)
@@ -225,7 +224,10 @@ def _cut(partition: Partition, count: int, mesh: Any, args: Any, results: Any) -
     return Mesh(np.asarray(list(devices)), (EVERY,)), device, laid[1], tuple(laid[0])
 
 
-def _tiles_of(sharding: Any, rank: int) -> Tiles | None:
+def _tiles_of(x: Any) -> Tiles | None:
+    if not isinstance(x.sharding, GSPMDSharding):
+        return None
+    sharding, rank = x.sharding._hlo_sharding, len(x.shape)
     if sharding.is_replicated() or not sharding.is_tiled() or sharding.subgroup_types():
         return None
     devices = np.asarray(sharding.tile_assignment_devices())

@@ -169,10 +169,10 @@ def counters(tiling: Tiling, tile: jax.Array) -> jax.Array:
     return random.counter(jnp.uint32(0), coordinates)
 
 
-def noise(tiling: Tiling, tile: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `random.noise_bits` of a tile: [rows, 1] and [lanes]."""
-    lane_bits = random.lane_bits(key, lax.iota(jnp.uint32, tiling.lanes))
-    return random.mix(key + counters(tiling, tile))[:, None], lane_bits
+def seeds(tiling: Tiling, tile: jax.Array, key: jax.Array) -> random.Seeds:
+    """Return `random.seeds` of a tile: [rows, 1] and [lanes]."""
+    lanes = random.lane_seeds(key, lax.iota(jnp.uint32, tiling.lanes))
+    return random.mix(key + counters(tiling, tile))[:, None], lanes
 
 
 def part(x: Operand, *axes: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:

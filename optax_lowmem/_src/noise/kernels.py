@@ -5,7 +5,7 @@ The implementation is chosen while tracing.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,14 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.codecs import split_of
 from optax_lowmem._src.core import context, explicit, numerics, random
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.kernels.fallback import with_fallback
+from optax_lowmem._src.kernels.along_axes import (
+    Cut,
+    Names,
+    along_axes,
+    axes_of,
+    in_groups,
+    names_of,
+)
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise, pack
 from optax_lowmem._src.noise.formats import Format, Scaled
 
@@ -206,18 +213,45 @@ def _fastest(
     plain: functools.partial[Any],
     shape: tuple[int, ...],
     dtype: DTypeLike,
-    *args: jax.Array | None,
+    *args: Any,
+    results: Sequence[Names],
+    unit: int = SIDE,
 ) -> Any:
-    """Call a kernel by name with the arguments of `plain`, if supported, else `plain`."""
-    first = args[0]
-    assert first is not None
-    if no_kernel_reason(first, shape, dtype) is not None:
+    """Call a kernel by name with the arguments of `plain`, if supported, else `plain`.
+
+    Args:
+      name: of the kernel.
+      plain: a function of arrays, the last one the key.
+      shape: of the array that has noise.
+      dtype: its dtype.
+      *args: arrays of this shape or of its blocks, and the key.
+      results: names of the axes of the results.
+      unit: number of rows that one device must have, as in `along_axes`.
+    """
+    if no_kernel_reason(args[0], shape, dtype) is not None:
         return plain(*args)
     from optax_lowmem._src.noise import kernels_triton
 
-    how = {**plain.keywords, "backend": platform.backend()}
-    kernel = functools.partial(getattr(kernels_triton, name), **how)
-    return with_fallback("cuda", kernel, plain, *args)
+    backend, static = platform.backend(), plain.keywords
+    function = functools.partial(getattr(kernels_triton, name), backend=backend)
+    names = _names(shape)
+
+    def part(cut: Cut, *args: Any) -> Any:
+        local = tuple(size // cut.parts(axis) for size, axis in zip(shape, names, strict=True))
+        sizes = [*local[:-2], local[-2] // EIGHT, local[-1]]
+        key = random.key_of_part(args[-1], *cut.starts(names, sizes))
+        return function(*args[:-1], key, **static | ({"shape": local} if "shape" in static else {}))
+
+    of_args = [names if x.shape == shape else in_groups(*names) for x in args[:-1] if x is not None]
+    return along_axes(
+        name, functools.partial(function, **static), plain, *args,
+        operands=[*of_args, (None,) * args[-1].ndim], results=results,
+        axes=axes_of(names, shape, m=unit, n=SIDE if unit == SIDE else 1), part=part,
+    )  # fmt: skip
+
+
+def _names(shape: tuple[int, ...]) -> Names:
+    return names_of(len(shape), "m", "n")
 
 
 def sample(
@@ -234,7 +268,10 @@ def sample(
     plain = functools.partial(sample_plain, noise=noise, to=to, dtype=dtype)
 
     def run(w: jax.Array, *rest: jax.Array | None) -> Any:
-        return _fastest("sample", plain, w.shape, w.dtype, w, *rest)
+        names = _names(w.shape)
+        return _fastest(
+            "sample", plain, w.shape, w.dtype, w, *rest, results=[names, in_groups(*names)]
+        )
 
     results: tuple[jax.Array, jax.Array] = _on_shards(run, path, [w, correction, factor], key, 2)
     return explicit.reshard_like(results, (w, factor))
@@ -245,7 +282,8 @@ def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = No
     plain = functools.partial(noise_sums_plain, noise=noise)
 
     def run(g: jax.Array, key: jax.Array) -> Any:
-        return _fastest("noise_sums", plain, g.shape, g.dtype, g, key)
+        results = [in_groups(*_names(g.shape))]
+        return _fastest("noise_sums", plain, g.shape, g.dtype, g, key, results=results)
 
     return _on_shards(run, path, [g], key, 1)
 
@@ -253,10 +291,12 @@ def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = No
 def noise_of(key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: jnp.dtype) -> jax.Array:
     """Compute `noise_of_plain` in a dtype, in one kernel if supported."""
     plain = functools.partial(noise_of_plain, shape=shape, noise=noise, dtype=dtype)
-    return _fastest("noise_of", plain, shape, dtype, key)
+    return _fastest("noise_of", plain, shape, dtype, key, results=[_names(shape)], unit=EIGHT)
 
 
 def packed_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Compute `packed_noise_plain`, in one kernel if supported."""
     plain = functools.partial(packed_noise_plain, shape=shape)
-    return _fastest("packed_noise", plain, shape, jnp.float32, key)
+    *rest, rows, columns = _names(shape)
+    results = [(*rest, *in_groups(rows), columns)]
+    return _fastest("packed_noise", plain, shape, jnp.float32, key, results=results, unit=EIGHT)

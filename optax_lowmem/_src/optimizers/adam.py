@@ -65,15 +65,15 @@ class AdamRule(UpdateRule):
         """Return the direction and the new moments."""
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         nu = self.second_moment(g, slots, h)
-        numerator = h["mu_scale"] * mu + h["g_scale"] * g if self.nesterov else mu
+        numerator = h["mu_bias_correction"] * mu + h["g_scale"] * g if self.nesterov else mu
         return numerics.quotient(numerator, self.denominator(nu, h)), {"mu": mu, "nu": nu}
 
     def denominator(self, nu: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
         """Return mu's divisor: sqrt(vhat + eps_root) + eps, times mu's bias correction."""
         if self.eps_root_is_zero:  # the codec uses sqrt(nu) too: one square root serves both
-            root = jnp.sqrt(nu) * h["root_nu_scale"]
+            root = jnp.sqrt(nu) * h["root_nu_bias_correction"]
         else:
-            root = jnp.sqrt(nu * h["nu_scale"] + h["eps_root"]) * h["root_scale"]
+            root = jnp.sqrt(nu * h["nu_bias_correction"] + h["eps_root"]) * h["root_scale"]
         return root + h["eps"]
 
     def accumulating(
@@ -120,24 +120,24 @@ def _moments(
     step = following(count)
     beta1, one_minus_b1 = as_f32("b1", b1), complement("b1", b1)
     decay2 = decay_at("b2", b2, count)
-    nu_scale = 1 / decay2.correction
-    mu_scale = 1 / bias_correction("b1", b1, step)
+    nu_bias_correction = 1 / decay2.correction
+    mu_bias_correction = 1 / bias_correction("b1", b1, step)
     h = {
         "b1": beta1,
         "one_minus_b1": one_minus_b1,
         "b2": decay2.value,
         "one_minus_b2": decay2.complement,
-        "nu_scale": nu_scale,
+        "nu_bias_correction": nu_bias_correction,
         "eps_root": as_f32("eps_root", eps_root),
     }
     root_scale = jnp.float32(1)
     if nesterov:  # Dozat: the next step's momentum, with its own debiasing
-        h["mu_scale"] = beta1 / bias_correction("b1", b1, following(step))
-        h["g_scale"] = one_minus_b1 * mu_scale
+        h["mu_bias_correction"] = beta1 / bias_correction("b1", b1, following(step))
+        h["g_scale"] = one_minus_b1 * mu_bias_correction
     else:  # divide the denominator by mu's debiasing instead, which costs nothing
-        root_scale = 1 / mu_scale
+        root_scale = 1 / mu_bias_correction
     h["root_scale"] = root_scale
-    h["root_nu_scale"] = jnp.sqrt(nu_scale) * root_scale
+    h["root_nu_bias_correction"] = jnp.sqrt(nu_bias_correction) * root_scale
     h["eps"] = as_f32("eps", eps) * root_scale
     return h
 

@@ -33,7 +33,7 @@ class AdamMiniRule(AdamRule):
 
     slots: ClassVar[tuple[Slot, ...]] = (
         Slot("mu", signed=True),
-        Slot("nu", signed=False, shared=True),
+        Slot("nu", signed=False, blockwise=True),
     )
 
     prepares = "blocks"

@@ -75,7 +75,7 @@ class OrthogonalRule(MatrixRule):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the debiased momentum and the new m."""
         mu = h["beta"] * slots["mu"] + h["one_minus_beta"] * g
-        debiased = h["mu_scale"] * mu
+        debiased = h["mu_bias_correction"] * mu
         return (debiased + h["g_scale"] * g if self.nesterov else debiased), {"mu": mu}
 
     @property
@@ -167,10 +167,10 @@ def _of_step(
     beta_now, one_minus = as_f32("beta", beta), complement("beta", beta)
     h = {"beta": beta_now, "one_minus_beta": one_minus, "eps": as_f32("eps", eps)}
     if nesterov:  # the next step's momentum, debiased for that step
-        h["mu_scale"] = beta_now / bias_correction("beta", beta, following(step))
+        h["mu_bias_correction"] = beta_now / bias_correction("beta", beta, following(step))
         h["g_scale"] = one_minus / bias_correction("beta", beta, step)
     else:
-        h["mu_scale"] = 1 / bias_correction("beta", beta, step)
+        h["mu_bias_correction"] = 1 / bias_correction("beta", beta, step)
     if consistent_rms is not None:
         h["consistent_rms"] = as_f32("consistent_rms", consistent_rms)
     rate = at_count("adam_learning_rate", adam_learning_rate, count)

@@ -50,7 +50,7 @@ class OptimizerRecord:
     def moments(self) -> tuple[str, ...]:
         """The slots with one value per element in every leaf; 8-bit by default."""
         slots = self.rule.slots
-        return tuple(slot.name for slot in slots if not slot.shared and not slot.skips_matrices)
+        return tuple(slot.name for slot in slots if not slot.blockwise and not slot.skips_matrices)
 
     @property
     def in_optax(self) -> Constructor:

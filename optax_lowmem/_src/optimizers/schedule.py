@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
@@ -15,6 +16,11 @@ from optax_lowmem._src.step.engine import Engine
 from optax_lowmem._src.step.matrix_axes import MatrixAxes
 from optax_lowmem._src.step.rule import UpdateRule
 from optax_lowmem._src.step.storage import Storage
+
+_BY_NAME = (
+    "a function such as lambda params: jax.tree.map_with_path("
+    "lambda path, _: '{}' in jax.tree_util.keystr(path), params)"
+)
 
 
 def at_count(name: str, value: ScalarOrSchedule, count: jax.Array) -> jax.Array:
@@ -72,7 +78,7 @@ def optimizer(
       rate_in_rule: the rule multiplies by the learning rate, h["rate"], before it updates its
         slots, as `optax.rmsprop` does before its momentum.
       slot_dtypes: dtypes of slots in leaves where they are not compressed.
-      structure: which elements share slots, for a rule with shared slots.
+      structure: which elements share slots, for a rule with block-wise slots.
       matrices: which leaves are matrices, for a rule that treats them differently.
       rates: other learning rates that `moments` reads, by name.
     """
@@ -80,6 +86,7 @@ def optimizer(
     _warn_of_slot_dtypes(storage, slot_dtypes)
     check_range("learning_rate", learning_rate, 0.0)
     check_range("weight_decay", weight_decay, 0.0)
+    trees.check_mask("the mask of weight decay", mask, _BY_NAME)
     peak = _peak(learning_rate, decouple_lr)
     decays = not (isinstance(weight_decay, int | float) and weight_decay == 0)
     given = {"learning_rate": learning_rate, "weight_decay": weight_decay if decays else None}

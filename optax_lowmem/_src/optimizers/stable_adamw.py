@@ -31,7 +31,7 @@ class StableAdamRule(AdamRule):
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Clip by RMS_t = sqrt(mean(g^2 / max(u, eps^2))); u is the new debiased second moment."""
-        u = self.second_moment(g, slots, h) * h["nu_scale"]
+        u = self.second_moment(g, slots, h) * h["nu_bias_correction"]
         rms = jnp.sqrt(mean_of_leaf(squared_ratio(g, u, h["raw_eps"])))
         share = clipped_share(rms, h["threshold"])
         return {name: h[name] * share for name in ("lr", "decay") if name in h}, {}

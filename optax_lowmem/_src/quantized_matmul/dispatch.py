@@ -9,7 +9,13 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.kernels.fallback import with_fallback
+from optax_lowmem._src.kernels.along_axes import (
+    Cut,
+    along_axes,
+    axes_of,
+    broadcast,
+    names_of,
+)
 from optax_lowmem._src.quantized_matmul.plain import (
     Format,
     Quantized,
@@ -51,7 +57,18 @@ def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Qu
         codes, scales = triton.quantize_rows(rows, to, backend=backend)
         return Quantized(codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1))
 
-    return with_fallback("cuda", kernel, plain, x)
+    def part(cut: Cut, x: jax.Array) -> Quantized:
+        if "k" not in cut:
+            return kernel(x)
+        absmax = cut.max(absmax_of(x, axes), "k")
+        return as_stored(Quantized(codes_of(x, absmax, to), scales_of(absmax, to)))
+
+    names = names_of(x.ndim, "k")
+    return along_axes(
+        "quantize_rows", kernel, plain, x,
+        operands=[names], results=[names, (*names[:-1], None)], axes=axes_of(names, x.shape),
+        part=part,
+    )  # fmt: skip
 
 
 def quantize_transposed(
@@ -80,7 +97,11 @@ def quantize_transposed(
     def kernel(w: jax.Array, largest: jax.Array) -> Quantized:
         return triton.quantize_transposed(w, largest, to, clip, backend=backend)
 
-    return with_fallback("cuda", kernel, plain, w, largest)
+    return along_axes(
+        "quantize_transposed", kernel, plain, w, largest,
+        operands=[("k", "m"), (None, None)], results=[("m", "k"), (None, None)],
+        axes=axes_of(("k", "m"), w.shape),
+    )  # fmt: skip
 
 
 def multiply(
@@ -101,10 +122,23 @@ def multiply(
 
     def kernel(a: Quantized, b: Quantized) -> jax.Array:
         rows = Quantized(*(x.reshape(-1, x.shape[-1]) for x in a))
-        result = mosaic.multiply(rows, b, dtype)
-        return result.reshape(*a.codes.shape[:-1], b.codes.shape[0])
+        product = mosaic.multiply(rows, b, dtype)
+        return product.reshape(*a.codes.shape[:-1], b.codes.shape[0])
 
-    return with_fallback("cuda", kernel, plain, a, b)
+    of_a, of_b = names_of(a.codes.ndim, "k"), ("m", "k")
+    result = (*of_a[:-1], "m")
+
+    def part(cut: Cut, a: Quantized, b: Quantized) -> jax.Array:
+        if "k" in cut:
+            return plain(a, b, over_devices=lambda x: cut.sum(x, result))
+        return multiply(a, b, sums, dtype)
+
+    operands = [of_a, of_a, of_b, of_b]
+    return along_axes(
+        "multiply", kernel, plain, a, b,
+        operands=broadcast(operands, [*a, *b]), results=[result],
+        axes=axes_of(of_a, a.codes.shape) | axes_of(of_b, b.codes.shape), part=part, adds=True,
+    )  # fmt: skip
 
 
 def product_reason(

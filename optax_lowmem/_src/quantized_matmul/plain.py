@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -135,6 +135,7 @@ def multiply_plain(
     dtype: jnp.dtype,
     transposed: bool = False,
     sharding: jax.sharding.NamedSharding | None = None,
+    over_devices: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Multiply codes, and scale the sums back.
 
@@ -148,6 +149,7 @@ def multiply_plain(
       dtype: dtype of the result.
       transposed: whether to sum over the first axes instead of the last ones.
       sharding: sharding of the result, on a mesh with Explicit axes.
+      over_devices: adds the sums of all devices, if each has a part of the axes to sum over.
 
     Returns:
       The product, [*other axes of a, *other axes of b].
@@ -171,6 +173,7 @@ def multiply_plain(
     result = lax.dot_general(
         a.codes, b.codes, dims, preferred_element_type=kind, out_sharding=sharding
     )
+    result = result if over_devices is None else over_devices(result)
     of_a, of_b = (jnp.squeeze(x.scales, own) for x, own in zip((a, b), axes, strict=True))
     rank_a, rank_b = of_a.ndim, of_b.ndim
     of_a = jnp.expand_dims(of_a, tuple(range(rank_a, rank_a + rank_b)))

@@ -153,7 +153,7 @@ def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
         i: place
         for i, place in places.items()
         if place is not None
-        and on_mesh.unsupported(rule, batch.plans[i], place) is None
+        and on_mesh.unsupported(batch.plans[i], place) is None
         and (
             (gpu and rule.prepares != "blocks")  # there XLA computes the means of blocks
             or asks_tpu

@@ -43,8 +43,8 @@ class Result(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["gradients", "weights", "states", "hyperparameters", "operands", "keys", "shared",
-                 "shared_keys"],
+    data_fields=["gradients", "weights", "states", "hyperparameters", "operands", "keys",
+                 "blockwise", "blockwise_keys"],
     meta_fields=["plans", "numbers", "implementation"],
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +61,9 @@ class LeafBatch:
       keys: random keys, uint32 [n] or [n, 2]; entry i uses `keys[numbers[i]]`.
       numbers: index of each entry's key.
       implementation: the implementation that the caller chose, or None for the fastest.
-      shared: stored block-wise slots; their corrections are not used. Empty if the step does not
+      blockwise: stored block-wise slots; their corrections are not used. Empty if the step does not
         read them.
-      shared_keys: like `keys`, for block-wise slots.
+      blockwise_keys: like `keys`, for block-wise slots.
     """
 
     plans: tuple[LeafPlan, ...]
@@ -75,8 +75,8 @@ class LeafBatch:
     keys: jax.Array
     numbers: tuple[int, ...]
     implementation: str | None = None
-    shared: list[LeafState] = dataclasses.field(default_factory=list)
-    shared_keys: jax.Array | None = None
+    blockwise: list[LeafState] = dataclasses.field(default_factory=list)
+    blockwise_keys: jax.Array | None = None
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -93,7 +93,8 @@ class LeafBatch:
 
     def take(self, indices: Sequence[int]) -> "LeafBatch":
         """Select entries by index; the keys of all entries are kept."""
-        names = ("gradients", "weights", "states", "operands", *(["shared"] if self.shared else []))
+        names = ["gradients", "weights", "states", "operands"]
+        names += ["blockwise"] if self.blockwise else []
         columns = {name: [getattr(self, name)[i] for i in indices] for name in names}
         plans, numbers = zip(*((self.plans[i], self.numbers[i]) for i in indices), strict=True)
         return self.replace(plans=plans, numbers=numbers, **columns)
@@ -104,8 +105,8 @@ class LeafBatch:
         if self.numbers == order and len(self.keys) == len(self):
             return self
         places = jnp.asarray(self.numbers)
-        shared_keys = None if self.shared_keys is None else self.shared_keys[places]
-        return self.replace(keys=self.keys[places], shared_keys=shared_keys, numbers=order)
+        blockwise_keys = None if self.blockwise_keys is None else self.blockwise_keys[places]
+        return self.replace(keys=self.keys[places], blockwise_keys=blockwise_keys, numbers=order)
 
     @property
     def nameless(self) -> "LeafBatch":

@@ -142,25 +142,25 @@ class Engine(StateFormat):
         if self.weights:
             check_order(gradients, params, state.correction)
         if any(
-            plan.writes_weight or any(s.codec for s in (*plan.slots, *plan.shared))
+            plan.writes_weight or any(s.codec for s in (*plan.slots, *plan.blockwise))
             for plan in plans
         ):
             gradients, weights, h = derivative.without((gradients, weights, dict(h)))
-        states, shared = self.unpack(state, plans, like)
+        states, blockwise = self.unpack(state, plans, like)
         paths = [plan.path for plan in plans]
         count, keys = count_and_keys(state.seed, state.count, count, paths)
         batch = LeafBatch(
             tuple(plans), gradients, weights, states, h, [{}] * len(plans), keys,
-            tuple(range(len(plans))), context.step_arguments().implementation, shared, keys,
+            tuple(range(len(plans))), context.step_arguments().implementation, blockwise, keys,
         )  # fmt: skip
-        results, states, shared = step_leaves(self.rule, batch)
+        results, states, blockwise = step_leaves(self.rule, batch)
         for plan, update in zip(plans, results, strict=True):
             if not returns_params and plan.writes_weight:
                 context.emit(plan.path, update)
         if not self.weights and self.storage.update_dtype != "float32":
             results = trees.as_given(results, gradients)
         results = jax.tree.unflatten(jax.tree.structure(like), results)
-        return results, self.pack(count, plans, states, shared, like, state)
+        return results, self.pack(count, plans, states, blockwise, like, state)
 
     def _stand_in(
         self, updates: optax.Updates, state: optax.OptState, h: Mapping[str, jax.Array]
@@ -225,21 +225,23 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         and is_eager(jax.tree.leaves(batch))
     ):
         # compile once for all parameters of one shape
-        assert batch.shared_keys is not None
+        assert batch.blockwise_keys is not None
         keys: list[Any] = unstacked(batch.keys)
-        shared_keys: list[Any] = unstacked(batch.shared_keys)
+        blockwise_keys: list[Any] = unstacked(batch.blockwise_keys)
         single = [
             (
                 rule,
                 batch.take([i]).nameless.replace(
-                    keys=keys[number][None], shared_keys=shared_keys[number][None], numbers=(0,)
+                    keys=keys[number][None],
+                    blockwise_keys=blockwise_keys[number][None],
+                    numbers=(0,),
                 ),
             )
             for i, number in enumerate(batch.numbers)
         ]
         columns = zip(*each(_step_leaves, single), strict=True)
-        updates, states, shared = ([x for (x,) in column] for column in columns)
-        return updates, states, shared
+        updates, states, blockwise = ([x for (x,) in column] for column in columns)
+        return updates, states, blockwise
     # on a mesh the shardings are in the context, which is not part of the key of `compiled`
     run = _step_leaves if context.step_arguments().placements else compiled(_step_leaves)
     return run(rule, batch)
@@ -257,15 +259,15 @@ def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
             part = batch.take(indices).with_keys_in_order()
             h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
             part = part.replace(hyperparameters=h)
-        shared = part.shared
+        blockwise = part.blockwise
         if leaf_rule.prepares in ("leaf", "blocks"):
-            part, shared = prepare_leaves(leaf_rule, part)
-        part = part.replace(shared=[], shared_keys=None)
+            part, blockwise = prepare_leaves(leaf_rule, part)
+        part = part.replace(blockwise=[], blockwise_keys=None)
         if isinstance(leaf_rule, MatrixRule):
             stepped = matrices.step_leaves(leaf_rule, part)
         else:
             stepped = fused_updates(leaf_rule, part)
-        for i, (update, state), of_blocks in zip(indices, stepped, shared, strict=True):
+        for i, (update, state), of_blocks in zip(indices, stepped, blockwise, strict=True):
             results[i] = update, state, of_blocks
-    updates, states, shared = ([row[i] for row in results] for i in range(3))
-    return updates, states, shared
+    updates, states, blockwise = ([row[i] for row in results] for i in range(3))
+    return updates, states, blockwise

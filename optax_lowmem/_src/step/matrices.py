@@ -117,7 +117,7 @@ def _temporary_elements(rows: int, columns: int) -> int:
     return rows * columns + 2 * min(rows, columns) ** 2
 
 
-def _step(rule: MatrixRule, stack: LeafBatch) -> list[Result]:
+def _step_stack(rule: MatrixRule, stack: LeafBatch) -> list[Result]:
     """Step one stack."""
     h, dtype = stack.hyperparameters, jnp.dtype(rule.dtype)
     bare = stack.replace(
@@ -149,14 +149,14 @@ def _step(rule: MatrixRule, stack: LeafBatch) -> list[Result]:
     ]
 
 
-_in_a_call = xla.opaque(jax.jit(_step, static_argnames=("rule",)))
+_step_stack_uninlined = xla.opaque(jax.jit(_step_stack, static_argnames=("rule",)))
 
 
 def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> list[Result]:
-    """Call `_step`, on a CPU without inlining, since XLA would compute all stacks at once."""
+    """Call `_step_stack`, on a CPU without inlining, since XLA would compute all stacks at once."""
     if not _on_cpu() or context.step_arguments().placements:  # shardings are looked up by path
-        return _step(rule, stack)
-    results: list[Result] = _in_a_call(rule, stack.nameless)
+        return _step_stack(rule, stack)
+    results: list[Result] = _step_stack_uninlined(rule, stack.nameless)
     return results
 
 

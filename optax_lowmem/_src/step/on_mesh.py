@@ -16,7 +16,7 @@ from optax_lowmem._src.core import context, explicit, random
 from optax_lowmem._src.core.placement import Placement, entry, placement
 from optax_lowmem._src.step.batch import LeafBatch, LeafState, Result
 from optax_lowmem._src.step.plan import LeafPlan
-from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+from optax_lowmem._src.step.rule import OF_BLOCK
 
 
 def place_of(plan: LeafPlan, state: LeafState, g: jax.Array) -> Placement | None:
@@ -35,26 +35,22 @@ def _explicit(mesh: Mesh | AbstractMesh) -> bool:
     return bool(mesh.axis_types) and all(axis == AxisType.Explicit for axis in mesh.axis_types)
 
 
-def unsupported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
+def unsupported(plan: LeafPlan, place: Placement) -> str | None:
     """Return the reason why a leaf's shards cannot be stepped separately, or None."""
-    if plan.block is not None and _block_specs(plan, place) is None:
-        return "its heads are on several devices"
     if not plan.shape:
         return "a 0-d leaf has no shards"
-    return place.cut_groups(plan.shape, plan.group_size) if plan.in_groups else None
+    reasons = [plan.cut_reason(d, place.parts(d)) for d in range(len(plan.shape))]
+    return next(filter(None, reasons), None)
 
 
 def _block_specs(plan: LeafPlan, place: Placement) -> Any:
-    """Return the partition specs of `Block.operands`; None if shards would cut heads.
+    """Return the partition specs of `Block.operands`.
 
     A block may span several devices, each of which then has its value.
     """
     assert plan.block is not None
-    block = plan.block.fit(plan.shape)
-    if block.heads and place.parts(block.heads[0]) > 1:
-        return None
     specs = []
-    for part in block.parts:
+    for part in plan.block.fit(plan.shape).parts:
         axes = [() if axis in part.axes else own for axis, own in enumerate(place.axes)]
         specs.append(PartitionSpec(*map(entry, axes)))
     return specs[0] if len(specs) == 1 else tuple(specs)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_lowmem._src.core import random
 from optax_lowmem._src.core.groups import Tiling, result_like
 from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.batch import Leaf, LeafState, Result
@@ -86,20 +87,20 @@ def step_tile(
     plan: LeafPlan,
     leaf: Leaf,
     h: Mapping[str, jax.Array],
-    noise: tuple[jax.Array, jax.Array] | None,
+    seeds: random.Seeds | None,
 ) -> Result:
     """Step one tile [groups, lanes], one group per row: decode, rule, split, encode.
 
     `plan` may be that of any leaf in the launch, since they differ only in shape, which is unused.
     """
     lanes = leaf.g.shape[-1]
-    layout, correction = reference.Tile(lanes, lanes), leaf.state.correction
+    layout, correction = reference.TileLayout(lanes, lanes), leaf.state.correction
     moved, values = reference.advance(rule, plan, leaf, h, layout)
     if leaf.p is not None:
         # the weight even if the step returns updates: XLA fuses the update with its consumer
-        bits = reference.master_noise(plan, noise, layout)
-        moved, correction = reference.move(plan, leaf.p, moved, correction, bits)
+        random_bits = reference.master_bits(plan, seeds, layout)
+        moved, correction = reference.move(plan, leaf.p, moved, correction, random_bits)
     # encode last, when the weight's registers are free: encoding needs the most registers
-    slots, scales = reference.encode(plan, values, noise, layout)
+    slots, scales = reference.encode(plan, values, seeds, layout)
     update = moved.astype(update_dtype(plan, leaf.p))
     return Result(update, LeafState(slots, scales, correction))

@@ -69,9 +69,10 @@ class StepPartition(Partition):
         return scope(*self._name)
 
     def cut(
-        self, given: Sequence[Tiles | None], count: int
+        self, given: Sequence[Tiles | None], wanted: Sequence[Tiles | None], count: int
     ) -> tuple[list[Tiles], list[Tiles], Callable[..., list[jax.Array]]]:
         """Cut each leaf, and give each part the key of its place in the leaf."""
+        del wanted  # results are cut as the arrays that they replace
         tiles = [Tiles.whole(len(shape), count) for shape in self._shapes]
         parts, starts = [], []
         for plan, owners, deciding in zip(self._plans, self._owners, self._deciding, strict=True):
@@ -122,18 +123,6 @@ class StepPartition(Partition):
         )
 
 
-def _cuts(plan: LeafPlan, d: int, parts: int) -> bool:
-    """Return whether so many parts of a dimension would not be whole: of groups, of heads."""
-    size = plan.shape[d]
-    if size % parts:
-        return True
-    heads = plan.block.fit(plan.shape).heads if plan.block is not None else None
-    if heads and heads[0] == d:
-        return parts > 1
-    last = d == len(plan.shape) - 1 and parts > 1 and plan.in_groups
-    return last and (size // parts) % plan.group_size != 0
-
-
 def _finest(plan: LeafPlan, given: Sequence[Tiles | None], count: int) -> Tiles:
     """Return the finest of some tiles of a leaf, none of whose parts cut through groups."""
     best = Tiles.whole(len(plan.shape), count)
@@ -146,9 +135,9 @@ def _finest(plan: LeafPlan, given: Sequence[Tiles | None], count: int) -> Tiles:
 def _mended(plan: LeafPlan, tiles: Tiles) -> Tiles:
     for d in range(len(plan.shape)):
         parts = tiles.parts[d]
-        if not _cuts(plan, d, parts):
+        if plan.cut_reason(d, parts) is None:
             continue
-        to = [e for e in range(d) if not _cuts(plan, e, tiles.parts[e] * parts)]
+        to = [e for e in range(d) if plan.cut_reason(e, tiles.parts[e] * parts) is None]
         tiles = tiles.moved(d, to[0]) if to else tiles.uncut(d)
     return tiles
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.codecs import GroupCodec, MasterSplit, StoredSlot, master_split
-from optax_lowmem._src.core import context, trees
+from optax_lowmem._src.core import context, groups, trees
 from optax_lowmem._src.core.block import Block, BlockStructure
 from optax_lowmem._src.core.policy import Policy
 from optax_lowmem._src.step.matrix_axes import Matrices, MatrixAxes
@@ -55,7 +55,7 @@ class LeafPlan:
       decays: whether weight decay applies.
       returns_params: whether the step returns new parameters instead of updates.
       block: which elements share a value of block-wise slots; None if the rule has none.
-      shared: one plan per block-wise slot, whose groups are those of its flattened values.
+      blockwise: one plan per block-wise slot, whose groups are those of its flattened values.
       matrices: axes of the matrices of a leaf that a `MatrixRule` steps.
       rounds: whether a 16-bit weight without a split is rounded stochastically.
       follows_gradient: whether a gradient in the parameter's dtype gets an update in that dtype.
@@ -71,7 +71,7 @@ class LeafPlan:
     decays: bool = True
     returns_params: bool = False
     block: Block | None = None
-    shared: tuple[SlotPlan, ...] = ()
+    blockwise: tuple[SlotPlan, ...] = ()
     matrices: Matrices | None = None
     rounds: bool = False
     follows_gradient: bool = False
@@ -88,15 +88,15 @@ class LeafPlan:
         return dataclasses.replace(self, path="", shape=(), block=block)
 
     @property
-    def shared_plan(self) -> "LeafPlan":
-        """The plan of the shared slots: that of a vector with one element per block."""
+    def blockwise_plan(self) -> "LeafPlan":
+        """The plan of the block-wise slots: that of a vector with one element per block."""
         assert self.block is not None
         return LeafPlan(
             path=self.path,
             shape=(self.block.values(self.shape),),
             dtype=jnp.dtype(jnp.float32),
             group_size=self.group_size,
-            slots=self.shared,
+            slots=self.blockwise,
             split=None,
             update_dtype=jnp.dtype(jnp.float32),
             decays=False,
@@ -132,6 +132,17 @@ class LeafPlan:
         """Return whether shards must consist of whole groups: of codes, or of random bits."""
         return self.quantized or self.noisy
 
+    def cut_reason(self, d: int, parts: int) -> str | None:
+        """Return why so many parts of a dimension cannot be stepped separately, or None."""
+        if self.shape[d] % parts:
+            return f"{parts} parts do not divide dimension {d} ({self.shape[d]})"
+        heads = self.block.fit(self.shape).heads if self.block is not None else None
+        if heads and heads[0] == d and parts > 1:
+            return "its heads are on several devices"
+        if d < len(self.shape) - 1 or not self.in_groups:
+            return None
+        return groups.cut_reason(self.shape[d], parts, self.group_size)
+
     def part_sizes(self, cuts_last: bool) -> list[int]:
         """Return the sizes of a shard, whose plan this is, in the coordinates of random bits.
 
@@ -152,8 +163,8 @@ class LeafPlan:
         ]
 
     @property
-    def shared_storage(self) -> list[StoredSlot]:
-        """Shapes and dtypes of `shared` as stored: codes have the shape of the means.
+    def blockwise_storage(self) -> list[StoredSlot]:
+        """Shapes and dtypes of `blockwise` as stored: codes have the shape of the means.
 
         With several codes per byte, the last axis counts bytes; if its length is not a multiple of
         the codes per byte, the codes are flattened.
@@ -161,7 +172,7 @@ class LeafPlan:
         if self.block is None:
             return []
         shape, forms = self.block.mean_shape(self.shape), []
-        for slot, form in zip(self.shared, self.shared_plan.storage, strict=True):
+        for slot, form in zip(self.blockwise, self.blockwise_plan.storage, strict=True):
             several = slot.codes_per_byte
             if several == 1:
                 form = form._replace(codes=jax.ShapeDtypeStruct(shape, form.codes.dtype))
@@ -320,13 +331,13 @@ def plan_leaves(
                 shape=shape,
                 dtype=dtype,
                 group_size=storage.group_size,
-                slots=tuple(plan for slot, plan in slots.items() if not slot.shared),
+                slots=tuple(plan for slot, plan in slots.items() if not slot.blockwise),
                 split=choose_split(storage, path, dtype) if weights else None,
                 update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
                 decays=decay or (matrices is not None and path not in axes),
                 returns_params=returns_params,
                 block=block,
-                shared=tuple(plan for slot, plan in slots.items() if slot.shared),
+                blockwise=tuple(plan for slot, plan in slots.items() if slot.blockwise),
                 matrices=axes.get(path),
                 rounds=weights and dtype != jnp.float32 and rounds_weights(storage),
                 follows_gradient=weights and storage.update_dtype == "gradient",
@@ -371,7 +382,7 @@ def _plan_slot(
     )  # fmt: skip
     kept = decision.codec
     dtype = kept.dtype if kept else jnp.dtype(plain_dtype or jnp.float32)
-    if slot.shared and block is not None:
+    if slot.blockwise and block is not None:
         decision = describe_block(decision, block, configured=codec is not None)
     context.record(decision)
     return SlotPlan(name, kept, dtype, decision.stochastic)
@@ -381,21 +392,20 @@ def warn_of_four_bits(plans: Sequence[LeafPlan]) -> None:
     """Warn of second moments in 4-bit codes, in `init`, which sees all leaves."""
     if context.is_recording():
         return
-    paths: dict[str, list[str]] = {_SHARED_FOUR_BITS: [], ELEMENTWISE_FOUR_BITS: []}
+    paths: dict[str, list[str]] = {_BLOCKWISE_FOUR_BITS: [], ELEMENTWISE_FOUR_BITS: []}
     for plan in plans:
         shares = plan.block is not None and not plan.block.elementwise
-        for slot in (*plan.slots, *plan.shared):
+        for slot in (*plan.slots, *plan.blockwise):
             if slot.name == "nu" and slot.codes_per_byte > 1:
-                message = (
-                    _SHARED_FOUR_BITS if shares and slot in plan.shared else ELEMENTWISE_FOUR_BITS
-                )
+                of_block = shares and slot in plan.blockwise
+                message = _BLOCKWISE_FOUR_BITS if of_block else ELEMENTWISE_FOUR_BITS
                 paths[message].append(plan.path)
     for message, (first, *more) in ((m, p) for m, p in paths.items() if p):
         others = f" and {len(more)} more" if more else ""
         warnings.warn(message.format(f"leaf '{first}'{others}"), stacklevel=3)
 
 
-_SHARED_FOUR_BITS = (
+_BLOCKWISE_FOUR_BITS = (
     "second moments that many elements share ({}) are stored in 4 bits: that saves almost no "
     "memory, and each error affects all of these elements. Keep them in f32 with nu=None, for "
     "example Storage.four_bit(nu=None)."

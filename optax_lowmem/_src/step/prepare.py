@@ -38,11 +38,11 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
             leaf, h = batch.leaf(i), batch.hyperparameters
             names = jax.eval_shape(prepare, leaf, h)  # scalars, replicated on Explicit axes
             prepared.append(explicit.left_to_xla(prepare, dict.fromkeys(names), leaf, h))
-        return batch.replace(operands=prepared), batch.shared
+        return batch.replace(operands=prepared), batch.blockwise
     # XLA partitions the means of blocks that span several devices, also on Explicit axes
     blocks = [plan.block or Block() for plan in batch.plans]
     for plan, block, *arrays in zip(
-        batch.plans, blocks, batch.gradients, batch.shared, strict=True
+        batch.plans, blocks, batch.gradients, batch.blockwise, strict=True
     ):
         if not block.elementwise:
             varying.check_whole(
@@ -53,13 +53,13 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
             _operand_shardings(block, s.slots[0]),
             jax.tree.map(explicit.sharding_of, (s.slots, s.scales)),
         )
-        for block, s in zip(blocks, batch.shared, strict=True)
+        for block, s in zip(blocks, batch.blockwise, strict=True)
     ]
-    keys = batch.shared_keys
+    keys = batch.blockwise_keys
     work = functools.partial(
         _prepare_blocks, rule, batch.plans, blocks, batch.numbers, batch.implementation
     )
-    operands = batch.gradients, batch.shared, batch.hyperparameters, keys
+    operands = batch.gradients, batch.blockwise, batch.hyperparameters, keys
     result = explicit.left_to_xla(work, shardings, *operands)
     of_blocks = [{OF_BLOCK: of_block} for of_block, _ in result]
     return batch.replace(operands=of_blocks), [LeafState(*new) for _, new in result]
@@ -78,8 +78,10 @@ class _BlockRule(UpdateRule):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The shared slots of the rule, here elementwise."""
-        return tuple(dataclasses.replace(s, shared=False) for s in self.rule.slots if s.shared)
+        """The block-wise slots of the rule, here elementwise."""
+        return tuple(
+            dataclasses.replace(s, blockwise=False) for s in self.rule.slots if s.blockwise
+        )
 
     @property
     def state_type(self) -> Any:
@@ -95,7 +97,7 @@ class _BlockRule(UpdateRule):
 
 
 def _of_blocks(plan: LeafPlan) -> LeafPlan:
-    return dataclasses.replace(plan.shared_plan, path=f"{plan.path} (means over blocks)")
+    return dataclasses.replace(plan.blockwise_plan, path=f"{plan.path} (means over blocks)")
 
 
 def _prepare_blocks(
@@ -105,14 +107,14 @@ def _prepare_blocks(
     numbers: tuple[int, ...],
     implementation: str | None,
     gradients: Sequence[jax.Array],
-    shared: Sequence[LeafState],
+    blockwise: Sequence[LeafState],
     h: Mapping[str, jax.Array],
     keys: jax.Array,
 ) -> list[tuple[Any, tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]]:
     """Return (`Block.operands`, (new block-wise slots, scales)) of each parameter."""
     scale = h.get("gradient_scale")
     means = block_means.means_of_squares(blocks, gradients, scale, implementation)
-    flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in shared]
+    flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in blockwise]
     # the means already include the gradient scale
     h = {name: value for name, value in h.items() if name != "gradient_scale"}
     of_blocks = LeafBatch(
@@ -125,7 +127,7 @@ def _prepare_blocks(
     shapes = [plan.shape for plan in plans]
     of_steps = block_means.operands(blocks, values, shapes, implementation)
     shaped = []
-    for old, (_, state), operands in zip(shared, result, of_steps, strict=True):
+    for old, (_, state), operands in zip(blockwise, result, of_steps, strict=True):
         slots = tuple(x.reshape(o.shape) for x, o in zip(state.slots, old.slots, strict=True))
         shaped.append((operands, (slots, state.scales)))
     return shaped

@@ -21,7 +21,6 @@ from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
 
 MASTER = "correction"  # the slot name of the master weight in the random hash
-Noise = tuple[jax.Array, jax.Array]  # result of `random.noise_bits`
 Units = Mapping[str, Any]  # slot name -> the scales in the form that `dequantize` takes
 Measured = Mapping[str, tuple[jax.Array, Any]]  # slot name -> (stored scales, divisors)
 
@@ -58,7 +57,7 @@ class Layout:
         return codec.pack(codes)
 
 
-class Tile(Layout):
+class TileLayout(Layout):
     """Layout of a kernel's tile, [groups, lanes]: each row is one group."""
 
     def to_groups(self, x: jax.Array) -> jax.Array:
@@ -161,7 +160,7 @@ def measure(plan: LeafPlan, values: Mapping[str, jax.Array]) -> Measured:
 def encode(
     plan: LeafPlan,
     values: Mapping[str, jax.Array],
-    noise: Noise | None,
+    seeds: random.Seeds | None,
     layout: Layout,
     measured: Measured | None = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
@@ -170,7 +169,7 @@ def encode(
     Args:
       plan: the leaf's static choices.
       values: new values of the slots, f32.
-      noise: random bits for codes that are rounded stochastically; None to round to nearest.
+      seeds: random bits for codes that are rounded stochastically; None to round to nearest.
       layout: layout of the arrays.
       measured: the result of `measure`, if computed before.
     """
@@ -181,8 +180,8 @@ def encode(
             slots.append(value.astype(slot.dtype))
             continue
         uniforms = None
-        if noise is not None and slot.stochastic:
-            uniforms = random.join_bits(*noise, layout.group_size, slot.name)
+        if seeds is not None and slot.stochastic:
+            uniforms = random.slot_uniforms(*seeds, layout.group_size, slot.name)
         if measured is None:
             stored, divisor = slot.codec.measure(layout.to_groups(value))
         else:
@@ -201,19 +200,21 @@ def move(
     p: jax.Array,
     step: jax.Array,
     correction: jax.Array | None,
-    noise: jax.Array | None = None,
+    random_bits: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the new weight and its correction.
 
     If the plan neither `writes_weight` nor `returns_params`, return the update instead of the
-    weight. `emit` turns a new weight into an update. `noise` comes from `master_noise` or
+    weight. `emit` turns a new weight into an update. `random_bits` come from `master_bits` or
     `random.leaf_bits`.
     """
     if plan.split is not None and correction is not None:
-        return land(plan.split, p, step, correction, plan.update_dtype, plan.returns_params, noise)
+        return land(
+            plan.split, p, step, correction, plan.update_dtype, plan.returns_params, random_bits
+        )
     if plan.rounds:
-        assert noise is not None  # since `stochastic_master` is true
-        weight = numerics.narrow_stochastically(numerics.widen(p) - step, noise)
+        assert random_bits is not None  # since `stochastic_master` is true
+        weight = numerics.narrow_stochastically(numerics.widen(p) - step, random_bits)
         if plan.returns_params and plan.update_dtype != jnp.float32:
             weight = _reached(weight, p, plan.update_dtype)
         return weight, correction
@@ -233,11 +234,11 @@ def emit(plan: LeafPlan, p: jax.Array | None, moved: jax.Array) -> jax.Array:
     return update_towards(moved, p, plan.update_dtype)
 
 
-def master_noise(plan: LeafPlan, noise: Noise | None, layout: Layout) -> jax.Array | None:
+def master_bits(plan: LeafPlan, seeds: random.Seeds | None, layout: Layout) -> jax.Array | None:
     """Return the random bits that round master weights, or None if the plan needs none."""
-    if noise is None or not plan.stochastic_master:
+    if seeds is None or not plan.stochastic_master:
         return None
-    return random.slot_bits(*noise, layout.group_size, MASTER)
+    return random.slot_bits(*seeds, layout.group_size, MASTER)
 
 
 def land(
@@ -247,9 +248,9 @@ def land(
     correction: jax.Array,
     update_dtype: jnp.dtype,
     returns_params: bool,
-    noise: jax.Array | None = None,
+    random_bits: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Split master weight - step into (weight, correction); `noise` comes from `random.slot_bits`.
+    """Split master weight - step into (weight, correction), rounding by `random.slot_bits`.
 
     If the step `returns_params`, the weight is the result of applying an update in `update_dtype`,
     else the target of that update. `optax.apply_updates` computes p + update in f32 and rounds to
@@ -258,15 +259,15 @@ def land(
     old = split.join(p, correction)
     master = old - step
     if update_dtype == jnp.float32 and (returns_params or isinstance(split, BitSplit)):
-        weight, kept = split.split(master, p.dtype, noise)
+        weight, kept = split.split(master, p.dtype, random_bits)
         if not returns_params:
             kept = jnp.where(_missed(master, p), jnp.zeros((), kept.dtype), kept)
     else:
-        target = split.round(master, p.dtype, noise)
+        target = split.round(master, p.dtype, random_bits)
         reached = _reached(target, p, update_dtype)
         weight, kept = (
             reached if returns_params else target,
-            split.correction(master, reached, noise),
+            split.correction(master, reached, random_bits),
         )
     if isinstance(split, UlpSplit):  # half an ulp from p there are two splits: keep p's
         unmoved = master == old
@@ -307,12 +308,12 @@ def split_update(
     step: jax.Array,
     correction: jax.Array,
     update_dtype: jnp.dtype,
-    noise: jax.Array | None = None,
+    random_bits: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the update that subtracts a step from the master weight, and the new correction."""
     if split is None:
         return (-step).astype(update_dtype), correction
-    target, correction = land(split, p, step, correction, update_dtype, False, noise)
+    target, correction = land(split, p, step, correction, update_dtype, False, random_bits)
     return update_towards(target, p, update_dtype), correction
 
 
@@ -341,22 +342,22 @@ def fused_update(
     """
     layout = whole(plan)
     step, values = advance(rule, plan, leaf, h)
-    measured = noise = bits = None
+    measured = seeds = random_bits = None
     if two_passes:
         measured = measure(plan, values)
         if plan.noisy:
-            noise = random.noise_bits(key, plan.shape, plan.group_size)
+            seeds = random.seeds(key, plan.shape, plan.group_size)
         # the barrier prevents XLA from eliminating the second pass as a common subexpression
-        leaf, measured, noise = lax.optimization_barrier((leaf, measured, noise))
+        leaf, measured, seeds = lax.optimization_barrier((leaf, measured, seeds))
         step, values = advance(rule, plan, leaf, h)
-        bits = master_noise(plan, noise, layout)
+        random_bits = master_bits(plan, seeds, layout)
     else:
         if plan.stochastic:
-            noise = random.noise_bits(key, plan.shape, plan.group_size)
+            seeds = random.seeds(key, plan.shape, plan.group_size)
         if leaf.p is not None and plan.stochastic_master:
-            bits = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
-    slots, scales = encode(plan, values, noise, layout, measured)
+            random_bits = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
+    slots, scales = encode(plan, values, seeds, layout, measured)
     correction = leaf.state.correction
     if leaf.p is not None:
-        step, correction = move(plan, leaf.p, step, correction, bits)
+        step, correction = move(plan, leaf.p, step, correction, random_bits)
     return Result(emit(plan, leaf.p, step), LeafState(slots, scales, correction))

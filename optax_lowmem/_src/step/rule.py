@@ -19,13 +19,13 @@ class Slot:
     Attributes:
       name: `mu` or `nu`: the field of `Storage` that has its codec.
       signed: whether its values may be negative.
-      shared: whether the elements of a `Block` share one value.
+      blockwise: whether the elements of a `Block` share one value.
       skips_matrices: whether leaves that are matrices do not have it.
     """
 
     name: str
     signed: bool
-    shared: bool = False
+    blockwise: bool = False
     skips_matrices: bool = False
 
 
@@ -49,7 +49,7 @@ class UpdateRule(abc.ABC):
     @property
     def elementwise_slots(self) -> int:
         """Return the number of slots with one value per element."""
-        return sum(not slot.shared for slot in self.slots)
+        return sum(not slot.blockwise for slot in self.slots)
 
     @property
     @abc.abstractmethod
@@ -64,7 +64,7 @@ class UpdateRule(abc.ABC):
 
         Args:
           g: gradient, f32.
-          slots: decoded slots, f32, of g's shape, without the shared ones.
+          slots: decoded slots, f32, of g's shape, without the block-wise ones.
           h: the step's hyperparameters, f32 scalars, which may be traced, and the operands that
             `prepare` returned, which broadcast to the elements.
         """
@@ -84,15 +84,15 @@ class UpdateRule(abc.ABC):
     def prepare(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """Return operands of `update` that depend on many elements, and the new shared slots.
+        """Return operands of `update` that depend on many elements, and the new block-wise slots.
 
         `update` receives the operands in h, broadcast to the elements.
 
         Args:
           g: for `leaf`, the gradient of a whole leaf; for `blocks`, the mean of its square over
             each block.
-          slots: for `leaf`, the decoded slots with one value per element; for `blocks`, the shared
-            ones.
+          slots: for `leaf`, the decoded slots with one value per element; for `blocks`, the
+            block-wise ones.
           h: as in `update`.
         """
         return {}, {}

@@ -33,13 +33,13 @@ class StateFormat:
 
     def zeros(self, plans: list[LeafPlan], params: optax.Params, seed: jax.Array) -> Any:
         """Return a zero state with the parameters' sharding, without allocating f32 moments."""
-        leaves, fields = jax.tree.leaves(params), self._fields()
+        leaves, fields = jax.tree.leaves(params), self.fields()
         if is_free(leaves):
             slots, (count, others) = compiled(_zeros)(plans, leaves, fields)
         else:
             slots, (count, others) = _zero_slots(plans, leaves), compiled(_zero_rest)(plans, fields)
         for plan, leaf, row, other in zip(plans, leaves, slots, others, strict=True):
-            names = {slot.name for slot in (*plan.slots, *plan.shared)}
+            names = {slot.name for slot in (*plan.slots, *plan.blockwise)}
             for name, x in other.items():
                 if name.removesuffix("_scale") in names:  # on Explicit axes, as steps shard it
                     sharding = explicit.of_state(plan.path, leaf, x.shape, plan.group_size)
@@ -48,14 +48,14 @@ class StateFormat:
             if plan.split is not None:
                 row["correction"] = initial_correction(plan.split, plan.path, leaf)
         columns = {name: [row[name] for row in slots] for name in fields}
-        return self._state(count, seed, columns, params)
+        return self.of_columns(count, seed, columns, params)
 
     def unpack(
         self, state: optax.OptState, plans: list[LeafPlan], params: optax.Params
     ) -> tuple[list[LeafState], list[LeafState]]:
-        """Return the states of the leaves and of their shared slots, after checking both."""
+        """Return the states of the leaves and of their block-wise slots, after checking both."""
         columns = {}
-        for name in self._fields():
+        for name in self.fields():
             tree = getattr(state, name)
             columns[name] = leaves = jax.tree.leaves(tree)
             if len(leaves) != len(plans):
@@ -65,8 +65,7 @@ class StateFormat:
                     "it. Call init with these parameters."
                 )
             trees.check_state_tree(tree, params)
-        states: list[LeafState] = []
-        shared: list[LeafState] = []
+        rows = []
         for i, plan in enumerate(plans):
             forms = _forms(plan)
             row = {name: arrays[i] for name, arrays in columns.items()}
@@ -74,20 +73,16 @@ class StateFormat:
                 form = forms.get(name, _PLACEHOLDER)
                 if jnp.shape(x) != form.shape or jnp.dtype(x.dtype) != form.dtype:
                     raise ValueError(_misfit(plan, name, x, form))
-            for slots, results in ((plan.slots, states), (plan.shared, shared)):
-                codes = tuple(row[slot.name] for slot in slots)
-                scales = tuple(row[f"{s.name}_scale"] for s in slots if s.codec is not None)
-                results.append(LeafState(codes, scales))
-            if plan.split is not None:
-                states[i] = states[i]._replace(correction=row["correction"])
-        return states, shared
+            rows.append(from_row(plan, row))
+        states, blockwise = zip(*rows, strict=True) if rows else ((), ())
+        return list(states), list(blockwise)
 
     def pack(
         self,
         count: jax.Array,
         plans: list[LeafPlan],
         states: list[LeafState],
-        shared: list[LeafState],
+        blockwise: list[LeafState],
         params: optax.Params,
         before: optax.OptState,
     ) -> Any:
@@ -96,24 +91,18 @@ class StateFormat:
         Placeholders of missing slots, scales and corrections are reused: a new one would be a copy
         of a constant, and so one launch per parameter.
         """
-        columns = {name: jax.tree.leaves(getattr(before, name)) for name in self._fields()}
-        for i, (plan, state, of_blocks) in enumerate(zip(plans, states, shared, strict=True)):
-            if state.correction is not None:
-                columns["correction"][i] = state.correction
-            for slots, stored in ((plan.slots, state), (plan.shared, of_blocks)):
-                scales = iter(stored.scales)
-                for slot, values in zip(slots, stored.slots, strict=True):
-                    columns[slot.name][i] = values
-                    if slot.codec is not None:
-                        columns[f"{slot.name}_scale"][i] = next(scales)
-        return self._state(count, before.seed, columns, params, before)
+        columns = {name: jax.tree.leaves(getattr(before, name)) for name in self.fields()}
+        for i, row in enumerate(map(to_row, plans, states, blockwise)):
+            for name, x in row.items():
+                columns[name][i] = x
+        return self.of_columns(count, before.seed, columns, params, before)
 
-    def _fields(self) -> list[str]:
+    def fields(self) -> list[str]:
         """Return the names of the state's fields that have one array per parameter."""
         slots = [field for slot in self.rule.slots for field in (slot.name, f"{slot.name}_scale")]
         return [*slots, "correction"] if self.weights else slots
 
-    def _state(
+    def of_columns(
         self,
         count: jax.Array,
         seed: jax.Array,
@@ -129,13 +118,46 @@ class StateFormat:
         return self.rule.state_type(count=count, seed=seed, **{"correction": None, **fields})
 
 
+Row = dict[str, Any]  # the arrays of one parameter, by field of the state
+
+
+def from_row(plan: LeafPlan, row: Row) -> tuple[LeafState, LeafState]:
+    """Return the state of a leaf and that of its block-wise slots."""
+    state, blockwise = (
+        LeafState(
+            tuple(row[slot.name] for slot in slots),
+            tuple(row[f"{slot.name}_scale"] for slot in slots if slot.codec is not None),
+        )
+        for slots in (plan.slots, plan.blockwise)
+    )
+    return state._replace(correction=row["correction"] if plan.split else None), blockwise
+
+
+def stored_fields(plan: LeafPlan) -> list[str]:
+    """Return the fields of a state that have an array of a leaf, no placeholder."""
+    names = ["correction"] if plan.split else []
+    for slot in (*plan.slots, *plan.blockwise):
+        names += [slot.name] if slot.codec is None else [slot.name, f"{slot.name}_scale"]
+    return names
+
+
+def to_row(plan: LeafPlan, state: LeafState, blockwise: LeafState) -> Row:
+    """Do the opposite of `from_row`; placeholders of what the leaf does not have are left out."""
+    row = {} if state.correction is None else {"correction": state.correction}
+    for slots, stored in ((plan.slots, state), (plan.blockwise, blockwise)):
+        row |= {slot.name: x for slot, x in zip(slots, stored.slots, strict=True)}
+        coded = [slot for slot in slots if slot.codec is not None]
+        row |= {f"{slot.name}_scale": x for slot, x in zip(coded, stored.scales, strict=True)}
+    return row
+
+
 def _forms(plan: LeafPlan) -> Forms:
     """Return the shape and dtype of each array that a parameter has in a state, by field."""
     split = plan.split
     forms = {"correction": jax.ShapeDtypeStruct(plan.shape if split else (),
                                                 split.dtype if split else jnp.int8)}  # fmt: skip
     stored = [*zip(plan.slots, plan.storage, strict=True)]
-    for slot, form in [*stored, *zip(plan.shared, plan.shared_storage, strict=True)]:
+    for slot, form in [*stored, *zip(plan.blockwise, plan.blockwise_storage, strict=True)]:
         forms[slot.name], forms[f"{slot.name}_scale"] = form
     return forms
 
@@ -206,7 +228,7 @@ def _misfit(plan: LeafPlan, field: str, array: Any, form: jax.ShapeDtypeStruct) 
     """Return the error message for an array of a state that does not fit the plan."""
     hint = blocks = ""
     description = plan.block.description if plan.block is not None else ""
-    if description and field in {slot.name for slot in plan.shared}:
+    if description and field in {slot.name for slot in plan.blockwise}:
         blocks = f", {field}: {description}"
         if varying.sees_shards():
             hint = (

@@ -4,15 +4,7 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
-from optax_lowmem._src.codecs import (
-    GroupCodec,
-    linear4,
-    softsign,
-    softsign4,
-    softsign_paper,
-    sqrt,
-    sqrt_paper,
-)
+from optax_lowmem._src.codecs import NAMES, GroupCodec, softsign, softsign_paper, sqrt, sqrt_paper
 from optax_lowmem._src.core.policy import Policy
 from optax_lowmem._src.core.reprs import ShowsChanges
 
@@ -54,19 +46,38 @@ def check_master_rounding(name: str, rounding: object) -> None:
     _check_choice(name, rounding, _MASTER_ROUNDINGS)
 
 
-def check_codec(slot: str, codec: object, signed: bool) -> None:
-    """Raise unless a codec can store a slot."""
+def codec_of(slot: str, codec: object, signed: bool) -> GroupCodec | None:
+    """Return the codec of a slot, given it or its name; None for f32.
+
+    Args:
+      slot: the slot's name, for errors.
+      codec: a codec, one of `NAMES`, or None.
+      signed: whether the slot may have negative values.
+
+    Raises:
+      TypeError: for anything else.
+      ValueError: for an unknown name, or an unsigned codec of a signed slot.
+    """
     if codec is None:
-        return
+        return None
+    if isinstance(codec, str):
+        if codec not in NAMES:
+            raise ValueError(
+                f"{slot}: no codec has the name {codec!r}; the names are {', '.join(NAMES)} (None "
+                "for f32)"
+            )
+        codec = NAMES[codec][0 if signed else 1]
     if not isinstance(codec, GroupCodec):
         raise TypeError(
-            f"{slot} takes a codec such as lowmem.codecs.softsign(), or None for f32; got {codec!r}"
+            f"{slot} takes a codec such as lowmem.codecs.softsign(), the name of one such as "
+            f"'int8', or None for f32; got {codec!r}"
         )
     if signed and not codec.signed:
         raise ValueError(
             f"slot '{slot}' has negative values and '{codec.name}' is unsigned: it would store "
             "their magnitude. Use a signed codec, for example lowmem.codecs.softsign()."
         )
+    return codec
 
 
 def _track_explicit_fields(cls: "type[Storage]") -> "type[Storage]":
@@ -94,8 +105,9 @@ class Storage(ShowsChanges):
     Attributes:
       master_weight_bits: 24 or 32 for 16-bit parameters (1 or 2 bytes more per parameter); None
         keeps no correction. f32 parameters are their own master weights.
-      mu: codec of first moments, None for f32.
-      nu: codec of second moments, None for f32.
+      mu: codec of first moments: `"int8"` or another name of `codecs.NAMES`, a codec such as
+        `codecs.softsign()`, or None for f32.
+      nu: codec of second moments, likewise.
       group_size: neighbours on the last axis that share a scale.
       rounding: rounding of codes. `stochastic` is unbiased: slow averages keep changing. `nearest`
         has half the maximum error, but loses changes below half a code. `nu` rounds only second
@@ -122,13 +134,14 @@ class Storage(ShowsChanges):
     Memory: 3.19 bytes per 16-bit parameter for AdamW's state (1 + 2/32, 1 + 4/32, 1).
 
     Example:
-      >>> Storage(master_weight_bits=32, nu=None).group_size
-      32
+      >>> import optax_lowmem as lowmem
+      >>> Storage(mu="int8", nu=None) == Storage(mu=lowmem.codecs.softsign(), nu=None)
+      True
     """
 
     master_weight_bits: int | None = 24
-    mu: GroupCodec | None = dataclasses.field(default_factory=softsign)
-    nu: GroupCodec | None = dataclasses.field(default_factory=sqrt)
+    mu: GroupCodec | str | None = dataclasses.field(default_factory=softsign)
+    nu: GroupCodec | str | None = dataclasses.field(default_factory=sqrt)
     group_size: int = 32
     rounding: str = "stochastic"
     seed: int = 0
@@ -153,9 +166,9 @@ class Storage(ShowsChanges):
             )
         if not isinstance(self.policy, Policy):
             raise TypeError(f"policy takes a lowmem.Policy, got {self.policy!r}")
-        check_codec("mu", self.mu, signed=True)
-        check_codec("nu", self.nu, signed=False)
-        for codec in (self.mu, self.nu):
+        for slot, signed in (("mu", True), ("nu", False)):
+            codec = codec_of(slot, getattr(self, slot), signed)
+            object.__setattr__(self, slot, codec)
             if codec is not None:
                 codec.check_group_size(self.group_size)
 
@@ -170,8 +183,23 @@ class Storage(ShowsChanges):
 
     @classmethod
     def full_precision(cls, **changes: Any) -> "Storage":
-        """Storage of moments in f32; only the master weights are split."""
+        """Storage of moments in f32; `exact` also has master weights of 32 bits instead of 24."""
         return dataclasses.replace(cls(mu=None, nu=None), **changes)
+
+    @classmethod
+    def exact(cls, **changes: Any) -> "Storage":
+        """Storage without loss: moments in f32, master weights of 32 bits.
+
+        The master weights of a run are those of the same run on f32 weights, bit for bit, if XLA
+        fuses the same multiply-adds. Only the gradients are those of 16-bit weights.
+
+        Memory: 10 bytes per 16-bit parameter for AdamW's state (4, 4, 2).
+
+        Example:
+          >>> Storage.exact().master_weight_bits
+          32
+        """
+        return dataclasses.replace(cls(mu=None, nu=None, master_weight_bits=32), **changes)
 
     @classmethod
     def four_bit(cls, **changes: Any) -> "Storage":
@@ -192,9 +220,7 @@ class Storage(ShowsChanges):
           >>> Storage.four_bit(master_weight_bits=32).group_size
           64
         """
-        mu = softsign4()
-        nu = dataclasses.replace(linear4(signed=False), scale=mu.scale)
-        return dataclasses.replace(cls(mu=mu, nu=nu, group_size=64), **changes)
+        return dataclasses.replace(cls(mu="int4", nu="int4", group_size=64), **changes)
 
 
 def completed(storage: Storage, default: Storage) -> Storage:

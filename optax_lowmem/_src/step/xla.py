@@ -150,9 +150,9 @@ def _computation(
     """Return the packed words and the stored scales."""
     measured = reference.measure(plan, _advance(rule, plan, leaf, h)[1])
     divisors = {name: divisor for name, (_, divisor) in measured.items()}
-    noise = _noise(plan, keys, number) if plan.noisy else None
+    seeds = _seeds(plan, keys, number) if plan.noisy else None
     words = [
-        _word(rule, plan, fields, leaf, h, divisors, noise)
+        _word(rule, plan, fields, leaf, h, divisors, seeds)
         for fields in _words(plan, leaf.p is not None)
     ]
     return words, {name: scale for name, (scale, _) in measured.items()}
@@ -163,10 +163,10 @@ _computed = jax.jit(_computation, static_argnames=("rule", "plan"))
 
 @opaque
 @functools.partial(jax.jit, static_argnames=("plan",))
-def _noise(plan: LeafPlan, keys: jax.Array, number: jax.Array) -> reference.Noise:
-    """Return `random.noise_bits` in a call, since XLA would recompute them per element."""
+def _seeds(plan: LeafPlan, keys: jax.Array, number: jax.Array) -> random.Seeds:
+    """Return `random.seeds` in a call, since XLA would recompute them per element."""
     key = lax.dynamic_index_in_dim(keys, number, keepdims=False)
-    return random.noise_bits(key, plan.shape, plan.group_size)
+    return random.seeds(key, plan.shape, plan.group_size)
 
 
 class _Unpacked(reference.Layout):
@@ -186,10 +186,10 @@ def _word(
     leaf: Leaf,
     h: Mapping[str, jax.Array],
     divisors: Mapping[str, jax.Array],
-    noise: reference.Noise | None,
+    seeds: random.Seeds | None,
 ) -> jax.Array:
     """Return a word of the small outputs; XLA drops the computation of the others."""
-    small = _small_outputs(rule, plan, leaf, h, divisors, noise)
+    small = _small_outputs(rule, plan, leaf, h, divisors, seeds)
     if len(fields) == 1:
         return small[fields[0][0]]
     word, offset = jnp.uint32(0), 0
@@ -208,17 +208,17 @@ def _small_outputs(
     leaf: Leaf,
     h: Mapping[str, jax.Array],
     divisors: Mapping[str, jax.Array],
-    noise: reference.Noise | None,
+    seeds: random.Seeds | None,
 ) -> dict[str, jax.Array]:
     """Return the codes, and the weight's bits and its correction, by name."""
     step, values = _advance(rule, plan, leaf, h)
     layout = _Unpacked(plan.group_size, plan.shape[-1])
     measured: Any = {name: (None, divisor) for name, divisor in divisors.items()}
-    slots, _ = reference.encode(plan, values, noise, layout, measured)
+    slots, _ = reference.encode(plan, values, seeds, layout, measured)
     small = {s.name: codes for s, codes in zip(plan.slots, slots, strict=True) if s.codec}
     if leaf.p is not None and plan.split is not None:
-        bits = reference.master_noise(plan, noise, layout)
-        weight, correction = reference.move(plan, leaf.p, step, leaf.state.correction, bits)
+        random_bits = reference.master_bits(plan, seeds, layout)
+        weight, correction = reference.move(plan, leaf.p, step, leaf.state.correction, random_bits)
         assert correction is not None  # since the plan has a split
         small[_CORRECTION] = correction
         small[_WEIGHT] = lax.bitcast_convert_type(weight, jnp.uint16)

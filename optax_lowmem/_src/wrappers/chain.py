@@ -65,7 +65,7 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        return _run(transformations, updates, state, params, _update_last, extra)
+        return _run_links(transformations, updates, state, params, _update, extra)
 
     update.links = transformations  # type: ignore[attr-defined]
     return Chain(init, update)
@@ -137,12 +137,12 @@ def step(
     places = None if specs is None else placements(params, specs, mesh)
     with context.stepping(implementation=implementation, placements=places):
         try:
-            return _step(tx, grads, state, params, None, extra)
+            return _step_by_params(tx, grads, state, params, None, extra)
         except TypeError as error:
             if not _has_unlike_branches(error):
                 raise
         try:  # with f32 gradients, zeros like the gradients match the f32 updates
-            return _step(tx, _widened(grads), state, params, None, extra)
+            return _step_by_params(tx, _widened(grads), state, params, None, extra)
         except TypeError as error:
             if _has_unlike_branches(error):
                 error.add_note(_UNLIKE_BRANCHES)
@@ -152,7 +152,7 @@ def step(
 # ---- the links of a chain ------------------------------------------------------------------------
 
 
-def _run(
+def _run_links(
     links: Sequence[optax.GradientTransformation],
     updates: optax.Updates,
     state: optax.OptState,
@@ -174,7 +174,7 @@ def _run(
             "state, params) and update(grads, state, params)."
         )
     gradients = updates
-    folds = bool(before) and _takes_factor(final) and _clips_global_norm(before[-1])
+    folds = bool(before) and _takes_factor(final) and clips_global_norm(before[-1])
     run = before[:-1] if folds else before
     if run or not _takes_factor(final):
         updates = _widened(updates)
@@ -185,7 +185,8 @@ def _run(
         states.append(trees.keep_dtypes(link_state, new, gradients))
     factor = None
     if folds:
-        factor = _clipping_factor(before[-1], updates, state[-2])
+        norm = compiled(norm_of)(jax.tree.leaves(updates))
+        factor = clipping_factor(before[-1], norm, state[-2])
         states.append(state[-2])
     if _follows_gradients(final):
         updates = trees.as_given(updates, gradients)
@@ -193,7 +194,7 @@ def _run(
     return result, (*states, trees.keep_dtypes(state[-1], new, gradients))
 
 
-def _update_last(
+def _update(
     tx: optax.GradientTransformation,
     updates: optax.Updates,
     state: optax.OptState,
@@ -208,7 +209,7 @@ def _update_last(
     return optax.with_extra_args_support(tx).update(updates, state, params, **extra)
 
 
-def _step(
+def _step_by_params(
     tx: optax.GradientTransformation,
     updates: optax.Updates,
     state: optax.OptState,
@@ -218,7 +219,7 @@ def _step(
 ) -> tuple[optax.Params, optax.OptState]:
     """Step a transformation, or the links of a chain, by new parameters where it returns them."""
     if isinstance(tx, Chain):
-        return _run(tx.links, updates, state, params, _step, extra)
+        return _run_links(tx.links, updates, state, params, _step_by_params, extra)
     if isinstance(tx, EngineTransformation) and tx.engine.weights and params is not None:
         return tx.engine.run(updates, state, params, gradient_scale=factor, returns_params=True)
     if isinstance(tx, Sampler):
@@ -226,10 +227,10 @@ def _step(
         def take(
             gradients: optax.Updates, inner_state: optax.OptState, weights: optax.Params
         ) -> tuple[optax.Params, optax.OptState]:
-            return _step(tx.work.inner, gradients, inner_state, weights, factor, extra)
+            return _step_by_params(tx.work.inner, gradients, inner_state, weights, factor, extra)
 
         return tx.work.advance(updates, state, params, take, factor)
-    updates, state = _update_last(tx, updates, state, params, factor, extra)
+    updates, state = _update(tx, updates, state, params, factor, extra)
     return optax.apply_updates(params, updates), state
 
 
@@ -261,28 +262,32 @@ def _widened(updates: Tree) -> Tree:
     return trees.widened(updates, floats_only=True)
 
 
-def _clips_global_norm(link: optax.GradientTransformation) -> bool:
+def clips_global_norm(link: optax.GradientTransformation) -> bool:
     """Return whether a link is `optax.clip_by_global_norm`, recognized by its function's name."""
     update = link.update
     name = f"{getattr(update, '__module__', '')}.{getattr(update, '__qualname__', '')}"
     return name.startswith("optax.") and name.endswith(".clip_by_global_norm.<locals>.update_fn")
 
 
-def _clipping_factor(
-    link: optax.GradientTransformation, updates: optax.Updates, state: optax.OptState
+def norm_of(gradients: list[jax.Array]) -> jax.Array:
+    """Return the global norm of gradients, computed in f32."""
+    return jnp.asarray(optax.tree.norm(_widened(gradients)))
+
+
+def clipping_factor(
+    link: optax.GradientTransformation, norm: jax.Array, state: optax.OptState
 ) -> jax.Array:
-    """Return the factor by which a link scales gradients, obtained by clipping their norm."""
+    """Return the factor by which `clip_by_global_norm` scales gradients of this norm."""
     cells = (cell.cell_contents for cell in getattr(link.update, "__closure__", None) or ())
     # inject_hyperparams makes a new link in each step, whose array would be compiled in
     of_number = not any(isinstance(cell, jax.Array | np.ndarray) for cell in cells)
     factor = compiled(_factor) if of_number else _factor
-    return factor(link, jax.tree.leaves(updates), state)
+    return factor(link, norm, state)
 
 
 def _factor(
-    link: optax.GradientTransformation, updates: list[jax.Array], state: optax.OptState
+    link: optax.GradientTransformation, norm: jax.Array, state: optax.OptState
 ) -> jax.Array:
-    norm = optax.tree.norm(_widened(updates))
     clipped, _ = link.update(norm, state)
     # for an infinite norm, as in optax, finite gradients become 0 and infinite ones NaN
     infinite = jnp.where(jnp.isnan(norm), norm, jnp.float32(0))

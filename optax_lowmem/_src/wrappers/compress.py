@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import optax
 
-from optax_lowmem._src.codecs import GroupCodec, softsign, sqrt
+from optax_lowmem._src.codecs import GroupCodec
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.hyperparameters import check_range
 from optax_lowmem._src.core.policy import Policy
-from optax_lowmem._src.step.storage import check_codec, check_group_size
+from optax_lowmem._src.step.storage import check_group_size, codec_of
 from optax_lowmem._src.wrappers.compressor import Compressor, Select
 
 
@@ -43,7 +43,7 @@ def compress_state(
     seed: int = 0,
     policy: Policy = Policy(),  # noqa: B008 (frozen)
     update_dtype: str = "gradient",
-    **slot_codecs: GroupCodec | None,
+    **slot_codecs: GroupCodec | str | None,
 ) -> optax.GradientTransformationExtraArgs:
     """Store named slots of any optax optimizer's state with 8-bit codecs.
 
@@ -56,7 +56,8 @@ def compress_state(
       policy: leaves and slots to store uncompressed.
       update_dtype: `gradient`, updates in the gradients' dtype as in optax, or `float32`.
         (Inside `split_master_weights` gradients, and therefore updates, are f32.)
-      **slot_codecs: a codec for each slot by the name of its field, such as `mu=softsign()`.
+      **slot_codecs: a codec for each slot by the name of its field, such as `mu=softsign()` or
+        `mu="int8"`, a name of `codecs.NAMES`.
 
     Returns:
       An optax transformation. Its state keeps the inner state's types, with codes in their slots.
@@ -71,17 +72,15 @@ def compress_state(
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
-      >>> tx = lowmem.compress_state(optax.adan(1e-3), m=lowmem.codecs.softsign())
+      >>> tx = lowmem.compress_state(optax.adan(1e-3), m="int8")
       >>> state = tx.init({"w": jnp.ones((64, 128))})
       >>> optax.tree.get(state, "m")["w"].dtype
       dtype('int8')
     """
     if not slot_codecs:
-        raise ValueError(
-            "compress_state needs a codec for at least one slot, such as mu=softsign()"
-        )
+        raise ValueError("compress_state needs a codec for at least one slot, such as mu='int8'")
     for name, codec in slot_codecs.items():
-        check_codec(name, codec, signed=False)
+        codec_of(name, codec, signed=False)
 
     return _compressed(
         inner, lambda field, _: slot_codecs.get(field), tuple(slot_codecs), group_size, rounding,
@@ -92,8 +91,10 @@ def compress_state(
 # ---- FlashOptim's two moment codecs, as wrappers of a transformation or as links of a chain ------
 
 
-def _of_moment(moment: int, codec: GroupCodec) -> Select:
-    return lambda field, known: codec if known.moment == moment else None
+def _of_moment(moment: int, codec: GroupCodec | str | None) -> Select:
+    chosen = "int8" if codec is None else codec
+    codec_of("codec", chosen, signed=False)
+    return lambda field, known: chosen if known.moment == moment else None
 
 
 def _is_decay(inner: object) -> TypeGuard[float]:
@@ -106,7 +107,7 @@ def _is_decay(inner: object) -> TypeGuard[float]:
 def compand_momentum(
     inner: optax.GradientTransformation | float,
     *,
-    codec: GroupCodec | None = None,
+    codec: GroupCodec | str | None = None,
     group_size: int = 32,
     rounding: str = "stochastic",
     seed: int = 0,
@@ -119,7 +120,7 @@ def compand_momentum(
       inner: a transformation of optax with a first moment in f32 (`mu`, `trace`, `m`, `ema`), or
         `scale_by_adam_mini`; or a decay b for a plain link of a chain, m = b m + (1-b) g without
         debiasing.
-      codec: the codec; softsign int8 by default.
+      codec: the codec, or its name; `"int8"` (softsign) by default.
       group_size: number of neighbors on the last axis that share a scale.
       rounding: `stochastic` or `nearest`.
       seed: seed of the hash for stochastic rounding.
@@ -135,14 +136,14 @@ def compand_momentum(
     """
     if _is_decay(inner):
         inner = optax.ema(inner, debias=False)
-    select = _of_moment(1, codec or softsign())
+    select = _of_moment(1, codec)
     return _compressed(inner, select, (), group_size, rounding, seed, policy, update_dtype)
 
 
 def sqrt_variance_quant(
     inner: optax.GradientTransformation | float,
     *,
-    codec: GroupCodec | None = None,
+    codec: GroupCodec | str | None = None,
     group_size: int = 32,
     rounding: str = "stochastic",
     seed: int = 0,
@@ -155,7 +156,7 @@ def sqrt_variance_quant(
       inner: a transformation of optax with a non-negative second moment in f32 (`nu`, `n`,
         `sum_of_squares`), or `scale_by_adam_mini`, whose block-wise values are grouped as one flat
         vector; or a decay b for a plain link of a chain, g / sqrt(v) with v = b v + (1-b) g^2.
-      codec: the codec; sqrt uint8 by default.
+      codec: the codec, or its name; `"int8"` (sqrt) by default.
       group_size: number of neighbors on the last axis that share a scale.
       rounding: `stochastic` or `nearest`.
       seed: seed of the hash for stochastic rounding.
@@ -171,5 +172,5 @@ def sqrt_variance_quant(
     """
     if _is_decay(inner):
         inner = optax.scale_by_rms(inner)
-    select = _of_moment(2, codec or sqrt())
+    select = _of_moment(2, codec)
     return _compressed(inner, select, (), group_size, rounding, seed, policy, update_dtype)

@@ -20,12 +20,12 @@ from optax_lowmem._src.core.compiled import compiled, each, is_free
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
 from optax_lowmem._src.step.masters import splits_masters
 from optax_lowmem._src.step.plan import ELEMENTWISE_FOUR_BITS, decide_slot, describe_block
-from optax_lowmem._src.step.storage import check_codec
+from optax_lowmem._src.step.storage import codec_of
 from optax_lowmem._src.wrappers.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 
-Select = Callable[[str, SlotFacts], GroupCodec | None]
+Select = Callable[[str, SlotFacts], GroupCodec | str | None]
 
-_BLOCK_WISE = ("FlashAdamState", "nu")  # its shape may differ from the parameter's
+_BLOCKWISE = ("FlashAdamState", "nu")  # its shape may differ from the parameter's
 _DRAWN_AS = {"trace": "mu"}  # flash_sgd calls optax's trace mu; both draw the same random bits
 _EMPTY: Mapping[Any, Any] = types.MappingProxyType({})
 
@@ -48,7 +48,7 @@ class _Slot:
       scales: the key of its scales in `CompressedState.scales`.
       codec: its codec.
       facts: what is known about its values.
-      block_wise: whether its arrays may have one value per block.
+      blockwise: whether its arrays may have one value per block.
       tree: its arrays.
     """
 
@@ -56,12 +56,12 @@ class _Slot:
     scales: str
     codec: GroupCodec
     facts: SlotFacts
-    block_wise: bool
+    blockwise: bool
     tree: Any
 
     def flattened(self, shape: tuple[int, ...], weight: tuple[int, ...]) -> bool:
         """Return whether an array is block-wise, and therefore grouped as one flat vector."""
-        return self.block_wise and shape != weight
+        return self.blockwise and shape != weight
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
@@ -175,8 +175,8 @@ class Compressor:
         kind = type(state).__name__
         if codec is not None and kind in REFUSED:
             raise ValueError(f"{kind}.{field} cannot be kept in 8 bits: {REFUSED[kind]}.")
+        codec = codec_of(f"{kind}.{field}", codec, known.signed)
         if codec is not None:
-            check_codec(f"{kind}.{field}", codec, known.signed)
             codec.check_group_size(self.group_size)
         return codec
 
@@ -188,9 +188,9 @@ class Compressor:
             codec = self._codec_of(node, field)
             if codec is None:
                 return value
-            name, block_wise = scale_name(field, slots), (type(node).__name__, field) == _BLOCK_WISE
+            name, blockwise = scale_name(field, slots), (type(node).__name__, field) == _BLOCKWISE
             known = facts(node, field, ours=True)
-            slots[name] = _Slot(field, name, codec, known, block_wise, value)
+            slots[name] = _Slot(field, name, codec, known, blockwise, value)
             return ()
 
         map_slots(visit, state)
@@ -218,7 +218,7 @@ class Compressor:
                         f"the inner optimizer: give it storage=Storage({slot.name}=None), or "
                         "remove this second codec."
                     )
-                of_weight = slot.facts.moment and leaf.ndim and not slot.block_wise
+                of_weight = slot.facts.moment and leaf.ndim and not slot.blockwise
                 if of_weight and shapes.get(path, leaf.shape) != leaf.shape:
                     raise ValueError(
                         f"slot {slot.name} of '{path}' has shape {leaf.shape}, its parameter "

@@ -1,7 +1,7 @@
 """`lowmem.init`: 16-bit weights and their optimizer state."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.codecs import MasterSplit, master_split
-from optax_lowmem._src.core import context, trees
+from optax_lowmem._src.core import context, patterns, trees
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.policy import unmatched_patterns
 from optax_lowmem._src.wrappers.stale_corrections import rounded_distances, stale_corrections
@@ -23,6 +23,7 @@ def init(
     params: optax.Params,
     dtype: WeightDtype = jnp.bfloat16,
     *,
+    keep_f32: Sequence[str] = (),
     seed: ArrayLike | None = None,
     allow_rounding: bool = False,
 ) -> tuple[optax.Params, optax.OptState]:
@@ -35,8 +36,9 @@ def init(
     Args:
       tx: an optimizer.
       params: f32 parameters.
-      dtype: dtype of the weights: bfloat16, float16 or float32, or a function (path, leaf) ->
-        dtype, for example to keep norms in f32.
+      dtype: bfloat16, float16 or float32 for the weights, or a function (path, leaf) -> dtype.
+      keep_f32: glob patterns on leaf paths, such as `("*norm*",)`: these weights are f32 whatever
+        `dtype` is.
       seed: seed of stochastic rounding, an integer that replaces `Storage.seed`; may be traced (one
         for each member of an ensemble). For a key of `jax.random`, pass `jax.random.bits(key)`.
       allow_rounding: round f32 leaves that no optimizer splits to 16-bit weights, for example
@@ -49,8 +51,11 @@ def init(
 
     Raises:
       TypeError: for float64 parameters, and for parameters that are not floats unless a mask or
-        partition excludes them; excluded ones are returned unmodified.
-      ValueError: if two optimizers split one leaf, or an f32 leaf would lose precision.
+        partition excludes them; excluded ones are returned unmodified. For a string as `keep_f32`.
+      ValueError: if two optimizers split one leaf, an f32 leaf would lose precision, or a pattern
+        of `keep_f32` matches no leaf.
+
+    Memory: 2 bytes per 16-bit weight plus 1 or 2 for its correction, 4 per f32 weight.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -61,7 +66,11 @@ def init(
     """
     trees.check_transformation(tx, "pass (tx, params), in this order.", params)
     leaves, treedef = dict(trees.named_leaves(params)), jax.tree.structure(params)
-    dtypes = {path: _weight_dtype(dtype, path, leaf) for path, leaf in leaves.items()}
+    kept = patterns.matching("keep_f32", keep_f32, list(leaves))
+    dtypes = {
+        path: _weight_dtype(jnp.float32 if path in kept else dtype, path, leaf)
+        for path, leaf in leaves.items()
+    }
     shapes = [jax.ShapeDtypeStruct(leaf.shape, dtypes[path]) for path, leaf in leaves.items()]
     with context.noting_policies() as policies:
         _, decisions = context.dry_run(tx, jax.tree.unflatten(treedef, shapes))
@@ -151,8 +160,8 @@ def _check_rounding(
             f"'{lost[0]}'{more} would be rounded from float32 to {dtypes[lost[0]].name}, and no "
             "optimizer stores the correction: steps under half an ulp of a weight would be lost. "
             "Put split_master_weights around the whole optimizer; or keep such leaves in f32 with "
-            "dtype=jnp.float32, or a function (path, leaf) -> dtype; or pass allow_rounding=True, "
-            "for example for frozen weights."
+            "keep_f32=, patterns of their paths; or pass allow_rounding=True, for example for "
+            "frozen weights."
         )
 
 

@@ -131,10 +131,10 @@ def _landed(
     update_dtype: jnp.dtype,
     group_size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    noise = None
+    random_bits = None
     if split is not None and split.stochastic:
-        noise = random.leaf_bits(key, p.shape, group_size, MASTER)
-    return split_update(split, p, -numerics.widen(step), correction, update_dtype, noise)
+        random_bits = random.leaf_bits(key, p.shape, group_size, MASTER)
+    return split_update(split, p, -numerics.widen(step), correction, update_dtype, random_bits)
 
 
 def split_master_weights(

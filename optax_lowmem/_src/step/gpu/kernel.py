@@ -72,10 +72,10 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
             None if plan.split is None else like(plan.split.dtype, *shape),
         ),
     )
-    noise = like(jnp.uint32, shape[0], 1), like(jnp.uint32, shape[1])
+    seeds = like(jnp.uint32, shape[0], 1), like(jnp.uint32, shape[1])
     with numerics.kernel_arithmetic(jaxpr_to_triton.APPROXIMATIONS):
         step = functools.partial(step_tile, rule, plan, h=AnyHyperparameters())
-        return jaxpr_to_triton.missing(jax.make_jaxpr(step)(leaf, noise=noise))
+        return jaxpr_to_triton.missing(jax.make_jaxpr(step)(leaf, seeds=seeds))
 
 
 def _parts(plan: LeafPlan) -> Sequence[Block]:
@@ -83,7 +83,7 @@ def _parts(plan: LeafPlan) -> Sequence[Block]:
     return plan.block.fit(plan.shape).parts if plan.block else ()
 
 
-def _kernel(
+def _step_program(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
     tilings: Sequence[Tiling],
@@ -91,7 +91,7 @@ def _kernel(
     program: Program,
     scalars: Operand,
     keys: Operand,
-    lane_bits: Operand,
+    lane_seeds: Operand,
     numbers: Operand,
     leaves: Any,
     *results: Any,
@@ -114,17 +114,17 @@ def _kernel(
         i, place, of_slots, of_block, counters, read, into = chosen
         # first what is needed last: Triton would load it where it is used
         h = {name: scalars.load(i if per_leaf else 0, j) for j, name in enumerate(names)}
-        noise = None
+        seeds = None
         if counters is not None:
             number = numbers.load(i)
-            key, lanes = keys.load(number), gpu_kernel.Run(0, lane_bits.shape[1])
-            noise = random.mix(key + counters)[:, None], lane_bits.load(number, lanes)
+            key, lanes = keys.load(number), gpu_kernel.Run(0, lane_seeds.shape[1])
+            seeds = random.mix(key + counters)[:, None], lane_seeds.load(number, lanes)
         leaf = _load(plan, place, of_slots, read)
         if of_block:
             pairs = zip(of_block, jax.tree.leaves(read.of_block), strict=True)
             values = product([place.load_of_block(x, at) for at, x in pairs])
             leaf = leaf._replace(of_block=values)
-        result = _step(rule, plan, program.approximations, leaf, h, noise)
+        result = _step_tile(rule, plan, program.approximations, leaf, h, seeds)
         _store(place, of_slots, into, result)
 
     program.with_one(position, starts, choose, run)
@@ -132,18 +132,18 @@ def _kernel(
 
 # jitted so that equal tiles are traced once for all leaves and launches; the lowering inlines it
 @functools.partial(jax.jit, static_argnames=("rule", "plan", "approximations"))
-def _step(
+def _step_tile(
     rule: UpdateRule,
     plan: LeafPlan,
     approximations: numerics.Approximations | None,
     leaf: Leaf,
     h: Mapping[str, jax.Array],
-    noise: tuple[jax.Array, jax.Array] | None,
+    seeds: random.Seeds | None,
 ) -> Result:
     if approximations is None:
-        return step_tile(rule, plan, leaf, h, noise)
+        return step_tile(rule, plan, leaf, h, seeds)
     with numerics.kernel_arithmetic(approximations):
-        return step_tile(rule, plan, leaf, h, noise)
+        return step_tile(rule, plan, leaf, h, seeds)
 
 
 def _load(plan: LeafPlan, place: tiles.Place, of_slots: Sequence[tiles.Place], leaf: Any) -> Leaf:
@@ -204,15 +204,15 @@ def launch(
       tile: size of a tile, and its warps.
       backend: as in `gpu_kernel.launch`.
     """
-    shared = [_shared(plan, tile) if backend == "triton" else None for plan in plans]
+    codes = [_code_of(plan, tile) if backend == "triton" else None for plan in plans]
     most = _MAX_POINTERS // (2 * len(jax.tree.leaves(leaves[0])) + 1)
     results: dict[int, Result] = {}
-    for kind in dict.fromkeys(shared):
-        alike = [i for i, other in enumerate(shared) if other == kind]
+    for kind in dict.fromkeys(codes):
+        alike = [i for i, other in enumerate(codes) if other == kind]
         for first in range(0, len(alike), most):
             batch = alike[first : first + most]
             whole = len(batch) == len(plans)
-            result = _launch(
+            result = _launch_together(
                 rule,
                 [plans[i] for i in batch],
                 [leaves[i] for i in batch],
@@ -227,14 +227,14 @@ def launch(
     return [results[i] for i in range(len(plans))]
 
 
-def _shared(plan: LeafPlan, tile: Tile) -> tuple[tiles.Form, tuple[bool, ...]]:
+def _code_of(plan: LeafPlan, tile: Tile) -> tuple[tiles.Form, tuple[bool, ...]]:
     """Return what leaves have in common if they share the code of generated Triton."""
     tiling = Tiling(plan.shape, plan.group_size, tile.elements)
     within = tuple(tiles.within_groups(tiling, part) for part in _parts(plan))
     return tiles.Form.of([tiling])._replace(masked=True), within
 
 
-def _launch(
+def _launch_together(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
     leaves: Sequence[Leaf],
@@ -257,10 +257,10 @@ def _launch(
     # computed once here, since all tiles of a leaf use the same lane bits
     lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
     row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
-    lane_bits = random.lane_bits(lane_keys[:, None], lanes)
+    lane_seeds = random.lane_seeds(lane_keys[:, None], lanes)
     outputs = gpu_kernel.launch(
-        functools.partial(_kernel, rule, plans, tilings, names),
-        [scalars, row_keys, lane_bits, leaf_numbers, viewed],
+        functools.partial(_step_program, rule, plans, tilings, names),
+        [scalars, row_keys, lane_seeds, leaf_numbers, viewed],
         results,
         (sum(tiling.tiles for tiling in tilings),),
         warps=tile.warps,

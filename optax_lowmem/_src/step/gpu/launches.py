@@ -40,13 +40,13 @@ def step(
     """Step parameters that a backend supports, in as few launches as `tuned` allows."""
     cut = tuning.resolve(tuned, backend, rule.elementwise_slots, batch.plans[0].group_size)
     results: dict[int, Result] = {}
-    for together in launches(batch, cut):
-        result = _launch(rule, backend, batch.take(together), cut.tile)
+    for together in group_leaves(batch, cut):
+        result = _step_launch(rule, backend, batch.take(together), cut.tile)
         results.update(zip(together, result, strict=True))
     return [results[i] for i in range(len(batch))]
 
 
-def launches(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
+def group_leaves(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
     """Group the indices of leaves into launches; leaves of a launch differ only in path and shape.
 
     Launches with equal shapes compile once. Shapes that occur equally often, like those of a
@@ -106,7 +106,7 @@ def _in_order(
     return done
 
 
-def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Result]:
+def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Result]:
     """Step the parameters of one launch."""
     plans, paths = batch.nameless.plans, [plan.path for plan in batch.plans]
     leaves = [batch.leaf(i) for i in range(len(batch))]
@@ -115,7 +115,7 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
     hs = [batch.h(i) for i in range(len(batch) if rule.prepares == "leaf" else 1)]
     scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in hs])
 
-    def launched(
+    def by_kernel(
         plans: tuple[LeafPlan, ...],
         numbers: tuple[int, ...],
         leaves: list[Leaf],
@@ -130,7 +130,7 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
             for plan, leaf, result in zip(plans, leaves, results, strict=True)
         ]
 
-    def plain(
+    def by_xla(
         two_passes: bool, leaves: list[Leaf], scalars: jax.Array, keys: jax.Array
     ) -> list[Result]:
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
@@ -143,10 +143,10 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
 
     arguments = (leaves, scalars, batch.keys)
     content = f"{rule} {names} {tile}"
-    partition = StepPartition(backend, content, launched, paths, plans, numbers, arguments)
-    run = functools.partial(launched, plans, numbers)
+    partition = StepPartition(backend, content, by_kernel, paths, plans, numbers, arguments)
+    run = functools.partial(by_kernel, plans, numbers)
     if batch.implementation is not None:
         result: list[Result] = on_one_device(run, run, *arguments, partition=partition)
         return result
-    once, twice = (functools.partial(plain, two_passes) for two_passes in (False, True))
+    once, twice = (functools.partial(by_xla, two_passes) for two_passes in (False, True))
     return with_fallback("cuda", run, once, *arguments, several=twice, partition=partition)

@@ -96,8 +96,8 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     leaf = Leaf(*arrays)
     bits = like((ROWS, 1), jnp.uint32), like((plan.group_size,), jnp.uint32)
 
-    def step(leaf: Leaf, noise: Any) -> Result:
-        given = noise if plan.noisy else None
+    def step(leaf: Leaf, seeds: Any) -> Result:
+        given = seeds if plan.noisy else None
         with numerics.kernel_arithmetic(ARITHMETIC):
             return step_tile(rule, plan, leaf, AnyHyperparameters(), given)
 
@@ -118,10 +118,10 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
 # ---- the call ------------------------------------------------------------------------------------
 
 
-def register_bits(lane_keys: jax.Array, group_size: int) -> jax.Array:
-    """Return the random bits C of the lanes of a register or larger group, [leaves, lanes]."""
+def register_seeds(lane_keys: jax.Array, group_size: int) -> jax.Array:
+    """Return C of the lanes of a register or larger group, [leaves, lanes]."""
     lane = lax.iota(jnp.uint32, max(LANES, group_size)) % jnp.uint32(group_size)
-    return random.lane_bits(lane_keys[:, None], lane[None])
+    return random.lane_seeds(lane_keys[:, None], lane[None])
 
 
 @functools.partial(
@@ -134,7 +134,7 @@ def launch(
     names: tuple[str, ...],
     scalars: jax.Array,
     row_key: jax.Array,
-    lane_bits: jax.Array,
+    lane_seeds: jax.Array,
     elements: int,
     interpret: Any = False,
 ) -> Result:
@@ -147,7 +147,7 @@ def launch(
       names: names of the hyperparameters.
       scalars: the hyperparameters, f32 [len(names)].
       row_key: key of the random bits R, uint32 [].
-      lane_bits: the random bits C from `register_bits`.
+      lane_seeds: C from `register_seeds`.
       elements: maximum number of elements per block.
       interpret: True or `pltpu.InterpretParams` to run as plain JAX, on any device.
     """
@@ -165,8 +165,8 @@ def launch(
     flat = [jax.tree.leaves(tree) for tree in trees]
     together = jax.tree.structure(trees)
 
-    def body(scalars: Any, key: Any, lane_bits: Any, *refs: Any) -> None:
-        kernel.run(scalars, key, lane_bits, *jax.tree.unflatten(together, refs))
+    def body(scalars: Any, key: Any, lane_seeds: Any, *refs: Any) -> None:
+        kernel.run(scalars, key, lane_seeds, *jax.tree.unflatten(together, refs))
 
     in_scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
     outputs = pl.pallas_call(
@@ -176,7 +176,7 @@ def launch(
         in_specs=[
             in_scalars,
             in_scalars,
-            pl.BlockSpec((1, lane_bits.size), lambda i, j: (0, 0)),
+            pl.BlockSpec((1, lane_seeds.size), lambda i, j: (0, 0)),
             *jax.tree.leaves(specs),
         ],
         out_specs=jax.tree.leaves(out_specs),
@@ -185,7 +185,7 @@ def launch(
         compiler_params=views.compiler_params(blocks, moving, scratch),
         interpret=interpret,
         name="fused_update",
-    )(scalars, row_key[None], lane_bits[None], *views.in_hbm(flat[0], interpret))
+    )(scalars, row_key[None], lane_seeds[None], *views.in_hbm(flat[0], interpret))
     result: Result = jax.tree.unflatten(jax.tree.structure(results), outputs)
     pairs = zip(result.state.scales, leaf.state.scales, strict=True)
     scales = tuple(views.scales_of(blocks, *pair) for pair in pairs)
@@ -201,24 +201,24 @@ def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> lis
     elements = tuning.resolve(tuned, NAME, rule.elementwise_slots, group_size).tile.elements
     # computed once for all parameters
     row_keys, lane_keys = random.row_and_lane_keys(batch.keys, rank=1)
-    lane_bits = register_bits(lane_keys, group_size)
+    lane_seeds = register_seeds(lane_keys, group_size)
     results = []
     for i, number in enumerate(batch.numbers):
-        launched = functools.partial(_launched, rule, batch.plans[i], elements)
-        plain = functools.partial(_plain, rule, batch.plans[i])
-        keys = batch.keys[number], row_keys[number], lane_bits[number]
+        by_kernel = functools.partial(_step_by_kernel, rule, batch.plans[i], elements)
+        by_xla = functools.partial(_step_by_xla, rule, batch.plans[i])
+        keys = batch.keys[number], row_keys[number], lane_seeds[number]
         arrays = batch.leaf(i), batch.h(i), keys
         if batch.implementation is None:
-            results.append(with_fallback("tpu", launched, plain, *arrays))
+            results.append(with_fallback("tpu", by_kernel, by_xla, *arrays))
         else:
-            results.append(launched(*arrays))
+            results.append(by_kernel(*arrays))
     return results
 
 
 Keys = tuple[jax.Array, jax.Array, jax.Array]  # a leaf's key, its key of R, its lanes' bits C
 
 
-def _launched(
+def _step_by_kernel(
     rule: UpdateRule,
     plan: LeafPlan,
     elements: int,
@@ -233,7 +233,7 @@ def _launched(
     return result._replace(update=reference.emit(plan, leaf.p, result.update))
 
 
-def _plain(
+def _step_by_xla(
     rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Mapping[str, jax.Array], keys: Keys
 ) -> Result:
     with scope([plan.path], "xla"):

@@ -127,7 +127,7 @@ class Kernel:
     # ---- body --------------------------------------------------------------------------------
 
     def run(
-        self, scalars: Any, key: Any, lane_bits: Any, read: Any, written: Any, scratch: Scratch
+        self, scalars: Any, key: Any, lane_seeds: Any, read: Any, written: Any, scratch: Scratch
     ) -> None:
         """Step a block."""
         h = {name: scalars[j] for j, name in enumerate(self.names)}
@@ -136,7 +136,7 @@ class Kernel:
             self.decode(read, scratch)
 
             def step(i: jax.Array, nothing: None) -> None:
-                rows = Rows(self, block, i, h, key, lane_bits, read, written, scratch)
+                rows = Rows(self, block, i, h, key, lane_seeds, read, written, scratch)
                 rows.advance()
                 rows.encode(rows.measure())
 
@@ -176,7 +176,7 @@ class Rows:
       i: index of these rows in the block, in units of ROWS.
       h: hyperparameters.
       key: key of the random bits R.
-      lane_bits: random bits C of a register's or a larger group's lanes, [1, lanes].
+      lane_seeds: C of a register's or a larger group's lanes, [1, lanes].
       read: references to the operands, as a `Leaf`.
       written: references to the results, as a `Result`.
       scratch: references to scratch memory.
@@ -187,7 +187,7 @@ class Rows:
     i: jax.Array
     h: Mapping[str, jax.Array]
     key: Any
-    lane_bits: Any
+    lane_seeds: Any
     read: Any
     written: Any
     scratch: Scratch
@@ -246,27 +246,27 @@ class Rows:
         return Leaf(g, p, state, product(of_block) if of_block else None)
 
     @functools.cached_property
-    def random_bits(self) -> jax.Array | None:
-        """The random bits R of the groups in the unit, [ROWS, 128]."""
+    def row_seeds(self) -> jax.Array | None:
+        """R of the groups in the unit, [ROWS, 128]."""
         if not self.kernel.plan.noisy:
             return None
         first = self.block[0] * self.kernel.blocks.block_rows + self.i * ROWS
         places = self.kernel.blocks.coordinates(first, self.block[1])
-        return random.row_bits(self.key[0], places)
+        return random.row_seeds(self.key[0], places)
 
-    def noise(self, layout: Registers) -> tuple[jax.Array, jax.Array] | None:
-        """Return the random bits R of the elements and C of the lanes."""
-        bits = self.random_bits
-        if bits is None:
+    def seeds(self, layout: Registers) -> random.Seeds | None:
+        """Return R of the elements and C of the lanes."""
+        rows = self.row_seeds
+        if rows is None:
             return None
         first = layout.place % self.kernel.blocks.of_group * LANES
-        return layout.to_elements(bits), self.lane_bits[:, first : first + LANES]
+        return layout.to_elements(rows), self.lane_seeds[:, first : first + LANES]
 
     def advance(self) -> None:
         """Write new weights, new values of the slots, and partial reductions of their groups."""
         kernel, plan, scratch = self.kernel, self.kernel.plan, self.scratch
         units = jax.tree.map(lambda ref: ref[self.rows, :], scratch.units)
-        self.random_bits  # noqa: B018 (computed here, for both loops)
+        self.row_seeds  # noqa: B018 (computed here, for both loops)
 
         def step(j: jax.Array) -> None:
             spans: dict[str, list[Any]] = {name: [] for name in kernel.codecs}
@@ -275,7 +275,7 @@ class Rows:
                 correction = leaf.state.correction
                 moved, values = reference.advance(kernel.rule, plan, leaf, self.h, layout, units)
                 if leaf.p is not None:
-                    own = reference.master_noise(plan, self.noise(layout), layout)
+                    own = reference.master_bits(plan, self.seeds(layout), layout)
                     moved, correction = reference.move(plan, leaf.p, moved, correction, own)
                 update = self.written.update
                 update[self.rows, columns] = moved.astype(update.dtype)
@@ -325,8 +325,8 @@ class Rows:
             layouts = list(self.registers_of(j))
             for layout in layouts:
                 values = {name: ref[:, layout.columns] for name, ref in self.scratch.values.items()}
-                noise = self.noise(layout) if plan.stochastic else None
-                slots, _ = reference.encode(plan, values, noise, layout, measured)
+                seeds = self.seeds(layout) if plan.stochastic else None
+                slots, _ = reference.encode(plan, values, seeds, layout, measured)
                 for registers, codes in zip(stored, slots, strict=True):
                     registers.append(codes)
             rows = zip(plan.slots, self.written.state.slots, stored, strict=True)

@@ -1,0 +1,158 @@
+"""Training of a Llama of the examples on n GPUs of one host, with n times one GPU's batch.
+
+python -m benchmarks.run scaling --preset 1b 8b --record       # on your GPUs: 1, 2, 4, ... of them
+python -m benchmarks.run scaling --layout fsdp zero --impl flash_adamw flash_adamw+fp8
+
+Runs of examples/train_llama.py, each in a process of its own. Runs on few GPUs share the host.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import records
+from benchmarks.render import GIB, by_machine, cell, markdown, source
+from benchmarks.suites.mesh.bench import Failed, process
+from benchmarks.suites.mesh.step import PRESETS
+
+IMPLEMENTATIONS = {
+    "flash_adamw": "--optimizer flash_adamw",
+    "flash_adamw+fp8": "--optimizer flash_adamw --activations fp8",
+    "optax.adamw": "--optimizer optax.adamw",
+}
+# how n devices share the run -> flags of the example, by n
+LAYOUTS = {
+    "fsdp": lambda n: f"--data-parallel 1 --fsdp {n}",
+    "zero": lambda n: f"--data-parallel {n} --zero",
+    "tensor": lambda n: f"--data-parallel 1 --fsdp {n // 2} --tensor 2",
+}
+NAMES = {"fsdp": "FSDP", "zero": "ZeRO-1", "tensor": "FSDP x 2 tensor"}
+# metric -> its unit
+METRICS = {
+    "tokens_per_s": "tokens/s", "peak_bytes": "bytes", "compile_s": "s", "train_loss": "nats/token",
+}  # fmt: skip
+
+
+class Gpus:
+    """The GPUs of this host, which runs take and give back."""
+
+    def __init__(self, count: int) -> None:
+        self.free, self.changed = set(range(count)), threading.Condition()
+
+    def run(self, count: int, words: list[str]) -> str:
+        """Run a process on `count` GPUs, once so many are free."""
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.free) >= count)
+            chosen = sorted(self.free)[:count]
+            self.free.difference_update(chosen)
+        try:
+            return process(words, chosen)
+        finally:
+            with self.changed:
+                self.free.update(chosen)
+                self.changed.notify_all()
+
+
+def trained(
+    args: argparse.Namespace, gpus: Gpus, preset: str, layout: str, impl: str, devices: int
+) -> records.Rows:
+    """Return the records of one run."""
+    batch = devices * (args.batch or PRESETS[preset].batch)
+    flags = f"--preset {preset} {IMPLEMENTATIONS[impl]} --batch {batch} --steps {args.steps} "
+    flags += LAYOUTS[layout](devices)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "records.jsonl"
+        gpus.run(devices, ["examples/train_llama.py", *flags.split(), "--record", str(file)])
+        found = {row["metric"]: row["value"] for row in records.load(file)}
+    more = {"model": f"llama-{preset}", "layout": layout, "devices": devices}
+    run = {"batch": batch, "sequence": PRESETS[preset].sequence, "steps": args.steps}
+    values = {name: (found[name], unit) for name, unit in METRICS.items() if name in found}
+    case = f"llama-{preset} {layout}={devices}"
+    return records.records_of("scaling", case, impl, values, **more, run=run)
+
+
+def jobs(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
+    """Yield preset, layout, implementation and number of devices, most devices first."""
+    for devices in sorted(args.devices, reverse=True):
+        for preset in args.preset:
+            for layout in args.layout if devices > 1 else ["fsdp"]:
+                if layout != "tensor" or devices > 2:
+                    yield from ((preset, layout, impl, devices) for impl in args.impl)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    there = jax.device_count()
+    parser = records.command_line(__doc__)
+    add = parser.add_argument
+    add("--preset", nargs="+", choices=PRESETS, default=["1b"], help="of the example")
+    add("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: all")
+    add("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+    add("--devices", nargs="+", type=int, metavar="N",
+        default=[2**i for i in range(there.bit_length())],
+        help="default: all powers of two")  # fmt: skip
+    add("--batch", type=int, help="sequences per device; default: the preset's")
+    add("--steps", type=int, default=20)
+    args = parser.parse_args(argv)
+    if max(args.devices) > there:
+        parser.error(f"--devices {max(args.devices)}: there are {there}")
+    if args.record is True and jax.default_backend() == "cpu":
+        parser.error("--record: simulated devices share a CPU: to try it, name a FILE")
+    gpus, failed, every = Gpus(there), False, []
+    with concurrent.futures.ThreadPoolExecutor(there) as pool:
+        for done in [pool.submit(trained, args, gpus, *job) for job in jobs(args)]:
+            try:
+                rows = done.result()
+            except Failed as error:  # the others are still worth their time
+                failed = True
+                print(f"failed: {error}", flush=True)
+                continue
+            records.show(rows)
+            records.keep(rows, args.record)
+            every += rows
+    print(by_machine(every, _table))
+    return int(failed)
+
+
+def table(rows: records.Rows) -> str:
+    """A table for each kind of GPU and version of JAX."""
+    found = records.on_gpus(records.newest(rows, bench="scaling"))
+    if not found:
+        return "Nothing is recorded yet: `python -m benchmarks.run scaling --record`.\n"
+    return by_machine(found, lambda own: _table(own) + source(own))
+
+
+def _table(rows: records.Rows) -> str:
+    values = records.grouped(rows, "model", "impl", "layout", "devices", "metric")
+    body = []
+    for model, of_model in values.items():
+        for impl, layouts in of_model.items():
+            one = layouts.get("fsdp", {}).get(1)
+            for layout, by_devices in layouts.items():
+                for devices, found in sorted(by_devices.items()):
+                    body.append(_row(model, impl, layout, devices, found, one))
+    head = "model, implementation, layout, devices, tokens/s, share of n times one, peak GiB per "
+    return markdown([*f"{head}device, compile s".split(", ")], body)
+
+
+def _row(
+    model: str, impl: str, layout: str, devices: int, found: dict[str, Any], one: Any
+) -> list[str]:
+    rate, share = found.get("tokens_per_s"), ""
+    if rate and one and "tokens_per_s" in one:
+        share = f"{rate['value'] / (devices * one['tokens_per_s']['value']):.2f}"
+    return [
+        model, f"`{impl}`", "" if devices == 1 else NAMES[layout], str(devices),
+        cell(rate, "{:,.0f}"), share, cell(found.get("peak_bytes"), "{:.1f}", GIB),
+        cell(found.get("compile_s"), "{:.0f}"),
+    ]  # fmt: skip
+
+
+TABLES = {"scaling": table}

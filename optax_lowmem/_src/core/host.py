@@ -1,0 +1,162 @@
+"""Arrays in host memory: one per layer, and whether there is room for them."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+PINNED = "pinned_host"
+_GIB = 2**30
+_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_DEFAULT_LIMIT = 64  # XLA's
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PerLayer:
+    """An array that is stored as one array per layer, along axis 0.
+
+    Attributes:
+      parts: the arrays, in order.
+    """
+
+    def __init__(self, parts: Iterable[Any]):
+        self.parts = tuple(parts)
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
+        """Flatten, with the layers' indices as keys."""
+        return [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(self.parts)], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, parts: Iterable[Any]) -> "PerLayer":
+        """Rebuild the node."""
+        return cls(parts)
+
+    @property
+    def like(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the array."""
+        length, *shape = self.parts[0].shape
+        return jax.ShapeDtypeStruct((len(self.parts) * length, *shape), self.parts[0].dtype)
+
+
+def is_per_layer(node: object) -> bool:
+    """Return whether a node is an array stored layer by layer."""
+    return isinstance(node, PerLayer)
+
+
+def stacked(tree: Any) -> Any:
+    """Return a tree with each `PerLayer` as one array, in the memory of its parts."""
+
+    def whole(node: Any) -> Any:
+        if not is_per_layer(node):
+            return node
+        there = node.parts[0].sharding
+        here = SingleDeviceSharding(device_of(node))
+        array = _concatenated(jax.device_put(list(node.parts), here))
+        return jax.block_until_ready(jax.device_put(array, there))  # one at a time, for memory
+
+    return jax.tree.map(whole, tree, is_leaf=is_per_layer)
+
+
+_concatenated = jax.jit(jnp.concatenate)
+
+
+def stacked_shapes(tree: Any) -> Any:
+    """Return a tree with each `PerLayer` as shape and dtype of the whole array."""
+    return jax.tree.map(lambda x: x.like if is_per_layer(x) else x, tree, is_leaf=is_per_layer)
+
+
+def is_on_host(x: Any) -> bool:
+    """Return whether an array is in another memory than that of its device."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, Sharding):
+        return False
+    device: Any = next(iter(sharding.device_set))
+    return sharding.memory_kind not in (None, device.default_memory().kind)
+
+
+def copied(tree: Any, sharding: Sharding) -> Any:
+    """Copy arrays to another memory, which may be under way when this returns."""
+    return jax.device_put(tree, sharding, may_alias=False)
+
+
+def device_of(tree: Any) -> jax.Device:
+    """Return the device of all arrays of a tree.
+
+    Raises:
+      ValueError: if there are several.
+    """
+    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
+    devices = {d for s in shardings if isinstance(s, Sharding) for d in s.device_set}
+    if len(devices) > 1:
+        raise ValueError(
+            f"state in host memory is streamed to one device, and these arrays are on "
+            f"{len(devices)}: shard the state over them instead (sharding.state_shardings)."
+        )
+    return devices.pop() if devices else jax.local_devices()[0]
+
+
+# ---- room ----------------------------------------------------------------------------------------
+
+
+def nbytes(tree: Any) -> int:
+    """Return the bytes of a tree of arrays or shapes."""
+    return sum(int(np.prod(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+def free_bytes() -> int | None:
+    """Return the free memory of the machine, or of the control group; None if unknown."""
+    found = []
+    info = _read("/proc/meminfo")
+    for line in (info or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            found.append(1024 * int(line.split()[1]))
+    for limit, used, inactive in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        most, now = _read(f"/sys/fs/cgroup/{limit}"), _read(f"/sys/fs/cgroup/{used}")
+        if most is None or now is None or not most.strip().isdigit():
+            continue
+        stat = _read(f"/sys/fs/cgroup/{Path(used).parent}/memory.stat") or ""
+        rows = dict(line.split() for line in stat.splitlines())
+        found.append(int(most) - int(now) + int(rows.get(inactive, 0)))  # files' pages are freed
+    return min(found, default=None)
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return None
+
+
+def check_room(needed: int, what: str, device: jax.Device, pinned: int = 0) -> None:
+    """Raise if host memory is too small.
+
+    Args:
+      needed: bytes to be allocated.
+      what: what they are for.
+      device: the device that will read them.
+      pinned: bytes of pinned memory that are in use already.
+
+    Raises:
+      MemoryError: with the bytes that are needed.
+    """
+    needs = f"{what} needs {needed / _GIB:.2f} GiB of pinned host memory"
+    free = free_bytes()
+    if free is not None and needed > free:
+        raise MemoryError(f"{needs}, and {free / _GIB:.2f} GiB are free on this host.")
+    if device.platform != "gpu":
+        return
+    limit = float(os.environ.get(_LIMIT, _DEFAULT_LIMIT))
+    if needed + pinned > limit * _GIB:
+        raise MemoryError(
+            f"{needs} beside {pinned / _GIB:.2f} GiB in use, and XLA pins {limit:g} GiB at most: "
+            f"set {_LIMIT}={-(-(needed + pinned) * 9 // (8 * _GIB))} in the environment before JAX "
+            "starts."
+        )

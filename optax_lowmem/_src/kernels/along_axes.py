@@ -1,0 +1,303 @@
+"""How a kernel is cut over devices, said by the names of its arrays' axes."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
+
+from optax_lowmem._src.core import numerics
+from optax_lowmem._src.kernels.fallback import with_fallback
+from optax_lowmem._src.kernels.partitioned import EVERY, Partition, Tiles
+
+# Names of axes of an array. Axis `n` is cut alike in all arrays; `n groups` is that of its groups.
+# Each device has the whole axis where the name is None.
+Names = tuple[str | None, ...]
+_GROUPS = " groups"
+
+
+def names_of(rank: int, *last: str | None) -> Names:
+    """Return names of an array's axes: `last` of the last ones, rows0, rows1... of the others."""
+    return (*(f"rows{d}" for d in range(rank - len(last))), *last)
+
+
+def in_groups(*names: str | None) -> Names:
+    """Return names of the axes of groups."""
+    return tuple(name and name + _GROUPS for name in names)
+
+
+def broadcast(names: Sequence[Names], arrays: Sequence[Any]) -> list[Names]:
+    """Return the names of arrays' axes without those of size 1."""
+    return [
+        tuple(None if size == 1 else name for name, size in zip(of_x, x.shape, strict=True))
+        for of_x, x in zip(names, arrays, strict=True)
+    ]
+
+
+class Cut:
+    """Which part of each axis every device has.
+
+    Attributes:
+      places: of each axis that is cut, the number of every device's part.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Describe arrays that each of `count` devices has as a whole."""
+        self.places: dict[str, np.ndarray] = {}
+        self._count = count
+        self._scattered: tuple[str, np.ndarray] | None = None
+
+    def __contains__(self, axis: str) -> bool:
+        return axis in self.places
+
+    def parts(self, axis: str | None) -> int:
+        """Return the number of parts of an axis."""
+        return int(self.places[axis].max()) + 1 if axis in self.places else 1
+
+    def add(self, axis: str, places: np.ndarray) -> None:
+        """Cut one more axis, unless it is cut, or devices lack some combinations of parts."""
+        more = {**self.places, axis: places}
+        found, counts = np.unique(np.stack([*more.values()]), axis=1, return_counts=True)
+        every = math.prod(int(x.max()) + 1 for x in more.values())
+        if axis not in self and found.shape[1] == every and len(set(counts)) == 1:
+            self.places = more
+
+    def devices(self, *axes: str | None) -> np.ndarray:
+        """Return devices, [parts of each of the axes..., devices with these parts]."""
+        cut = [axis for axis in axes if axis in self.places]
+        rest = [axis for axis in self.places if axis not in cut]
+        order = np.arange(self._count)
+        if self.places:
+            order = np.lexsort([self.places[axis] for axis in reversed(cut + rest)])
+        return order.reshape(*map(self.parts, axes), -1)
+
+    def groups(self, axes: Sequence[str]) -> list[list[int]] | None:
+        """Return groups of devices that have all parts of some axes, and of others the same one."""
+        cut = [axis for axis in axes if axis in self.places]
+        rest = [axis for axis in self.places if axis not in cut]
+        every = self.devices(*rest, *cut)  # [rest..., cut..., copies]
+        size = math.prod(map(self.parts, cut))
+        every = every.reshape(-1, size, every.shape[-1]).swapaxes(1, 2).reshape(-1, size)
+        return every.tolist() if size > 1 else None
+
+    def result_of_sum(self, names: Names, wanted: Mapping[str, np.ndarray]) -> "Cut":
+        """Return the cut of the result of `sum`, which may be finer than of what is added.
+
+        Args:
+          names: of its axes.
+          wanted: parts of axes of the result, of every device.
+        """
+        result = Cut(self._count)
+        result.places = {axis: self.places[axis] for axis in names if axis and axis in self}
+        for axis, places in wanted.items():
+            groups = self._added(names)
+            if axis in self or not groups:
+                continue
+            found = np.sort(places[groups], axis=1).reshape(len(groups), places.max() + 1, -1)
+            if (found == np.arange(found.shape[1])[:, None]).all():
+                self._scattered = axis, places
+                result.add(axis, places)
+                break
+        return result
+
+    def _added(self, names: Names) -> list[list[int]] | None:
+        return self.groups([axis for axis in self.places if axis not in names])
+
+    def sum(self, x: jax.Array, names: Names) -> jax.Array:
+        """Add the arrays of devices with different parts of other axes than those of the array."""
+        groups = self._added(names)
+        if self._scattered is not None and groups:
+            axis, places = self._scattered
+            order = np.argsort(places[groups], axis=1, kind="stable")
+            parts = int(places.max()) + 1
+            # [groups, parts, devices that get the same part]
+            members = np.take_along_axis(np.asarray(groups), order, 1)
+            members = members.reshape(len(groups), parts, -1)
+            x = lax.psum_scatter(
+                x, EVERY, scatter_dimension=names.index(axis), tiled=True,
+                axis_index_groups=members.swapaxes(1, 2).reshape(-1, parts).tolist(),
+            )  # fmt: skip
+            groups = (
+                members.reshape(-1, members.shape[2]).tolist() if members.shape[2] > 1 else None
+            )
+        return lax.psum(x, EVERY, axis_index_groups=groups) if groups else x
+
+    def max(self, x: jax.Array, *axes: str) -> jax.Array:
+        """Return the maximum, likewise, of f32 values of at least 0; NaN is the largest."""
+        groups = self.groups(axes)
+        if not groups:
+            return x
+        bits = lax.bitcast_convert_type(x, jnp.int32)
+        return numerics.from_bits(
+            lax.pmax(bits, EVERY, axis_index_groups=groups).astype(jnp.uint32)
+        )
+
+    def starts(self, names: Names, sizes: Sequence[int]) -> list[jax.Array]:
+        """Return where this device's part begins along axes, of which parts have these sizes."""
+        here = lax.axis_index(EVERY)
+        nowhere = np.zeros(self._count, np.uint32)
+        return [
+            jnp.asarray(np.uint32(self.places.get(name or "", nowhere) * size))[here]
+            for name, size in zip(names, sizes, strict=True)
+        ]
+
+
+class Axis(NamedTuple):
+    """An axis that may be cut.
+
+    Attributes:
+      size: its length.
+      unit: number of neighbours that one device must have.
+    """
+
+    size: int
+    unit: int = 1
+
+    def divides(self, parts: int) -> bool:
+        """Return whether so many parts would be whole units."""
+        return self.size % (self.unit * parts) == 0
+
+
+def axes_of(names: Names, shape: tuple[int, ...], **units: int) -> dict[str, Axis]:
+    """Return the axes of an array that have names; `units`: those that are not 1."""
+    return {
+        name: Axis(size, units.get(name, 1))
+        for name, size in zip(names, shape, strict=True)
+        if name is not None
+    }
+
+
+class _AlongAxes(Partition):
+    """The cut of a call along axes that have names; see `along_axes`."""
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[..., Any],
+        args: Any,
+        operands: Sequence[Names],
+        results: Sequence[Names],
+        axes: Mapping[str, Axis],
+        adds: bool,
+    ) -> None:
+        super().__init__()
+        self._treedef = jax.tree.structure(args)
+        self._name, self._work, self._adds = name, work, adds
+        self._axes = {
+            name: axis
+            for name, axis in axes.items()
+            if axis.size % axis.unit == 0 and axis.size > axis.unit
+        }
+        self._operands, self._results = tuple(operands), tuple(results)
+
+    @property
+    def content(self) -> str:
+        """The name and the axes: the kernel's program is in the key too."""
+        return f"{self._name} {self._operands} {self._results} {self._axes} {self._treedef}"
+
+    def named(self) -> contextlib.AbstractContextManager[None]:
+        """Name the work as the kernel."""
+        return jax.named_scope(self._name)
+
+    def _axis(self, name: str | None) -> str | None:
+        """Return the axis that may be cut of a name."""
+        axis = (name or "").removesuffix(_GROUPS)
+        return axis if axis in self._axes else None
+
+    def cut(
+        self, given: Sequence[Tiles | None], wanted: Sequence[Tiles | None], count: int
+    ) -> tuple[list[Tiles], list[Tiles], Callable[..., list[jax.Array]]]:
+        """Cut each axis as the first array is of which devices have parts."""
+        cut = Cut(count)
+        every = (*self._operands, *self._results)
+        asked = [dict(self._asked(*pair)) for pair in zip(every, (*given, *wanted), strict=True)]
+        for axis, places in itertools.chain.from_iterable(one.items() for one in asked):
+            cut.add(axis, places)
+
+        def work(*arrays: jax.Array) -> list[jax.Array]:
+            result = self._work(cut, *jax.tree.unflatten(self._treedef, arrays))
+            return jax.tree.leaves(result)
+
+        def tiles(cut: Cut, names: Names) -> Tiles:
+            return Tiles(cut.devices(*map(self._axis, names)))
+
+        of_operands, of_results = (
+            [tiles(cut, names) for names in arrays] for arrays in (self._operands, self._results)
+        )
+        if self._adds:
+            last = self._results[-1]
+            of_results[-1] = tiles(cut.result_of_sum(last, asked[-1]), last)
+        return of_operands, of_results, work
+
+    def _asked(self, names: Names, tiles: Tiles | None) -> Iterator[tuple[str, np.ndarray]]:
+        """Return which part of each axis of an array every device has."""
+        if tiles is None:
+            return
+        places = tiles.starts((1,) * len(names))
+        for d, (axis, parts) in enumerate(zip(map(self._axis, names), tiles.parts, strict=True)):
+            if axis and parts > 1 and self._axes[axis].divides(parts):
+                yield axis, places[:, d]
+
+    def rule(self) -> SdyShardingRule:
+        """Return the rule: axes of one name are cut alike, between their groups."""
+        whole: list[str] = []
+        sizes: dict[str, Any] = {}
+
+        def factor(name: str | None) -> Any:
+            axis = self._axis(name)
+            if axis is None:
+                whole.append(f"whole{len(whole)}")
+                return whole[-1]
+            size, unit = self._axes[axis]
+            if unit == 1 or name != axis:
+                return axis
+            whole.append(f"{axis}_lanes")
+            sizes.update({axis: size // unit, whole[-1]: unit})
+            return CompoundFactor(axis, whole[-1])
+
+        mappings = [
+            [ArrayMapping(*map(factor, names)) for names in every]
+            for every in (self._operands, self._results)
+        ]
+        alone = {one for every in mappings for array in every for one in array}
+        return SdyShardingRule(
+            *map(tuple, mappings),
+            need_replication_factors=tuple(dict.fromkeys(whole)),
+            **{name: size for name, size in sizes.items() if name not in alone},
+        )
+
+
+def along_axes(
+    name: str,
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    *args: Any,
+    operands: Sequence[Names],
+    results: Sequence[Names],
+    axes: Mapping[str, Axis],
+    part: Callable[..., Any] | None = None,
+    adds: bool = False,
+) -> Any:
+    """Return kernel(*args) on a GPU or of parts on several GPUs, else plain(*args).
+
+    Args:
+      name: of the kernel.
+      kernel: as in `fallback.with_fallback`.
+      plain: likewise.
+      *args: likewise.
+      operands: names of the axes of each array of `args`.
+      results: likewise, of the result.
+      axes: the axes that may be cut; others are gathered.
+      part: (cut, *args) -> result: what a device computes of its parts; by default `kernel`, which
+        is right if no operation is along these axes.
+      adds: whether `part` returns `cut.sum` as the last result.
+    """
+    work = part if part is not None else lambda _, *args: kernel(*args)
+    partition = _AlongAxes(name, work, args, operands, results, axes, adds)
+    return with_fallback("cuda", kernel, plain, *args, partition=partition)

@@ -1,0 +1,267 @@
+"""FP8 activations, 8-bit products and noise in programs for several devices, without arguments.
+
+A device computes its parts by kernels. Here these are the kernels' references in plain JAX.
+"""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+pytest.importorskip("flax")
+
+from optax_lowmem import gaussws, layers  # noqa: E402
+from optax_lowmem._src.fp8_flow import kernels, kernels_triton  # noqa: E402
+from optax_lowmem._src.kernels import along_axes, partitioned, platform  # noqa: E402
+from optax_lowmem._src.kernels.fallback import with_fallback  # noqa: E402
+from optax_lowmem._src.noise import kernels as noise  # noqa: E402
+from optax_lowmem._src.noise import kernels_triton as noise_triton  # noqa: E402
+from optax_lowmem._src.quantized_matmul import dispatch, mosaic, plain, triton  # noqa: E402
+from optax_lowmem._src.quantized_matmul.plain import Quantized  # noqa: E402
+from optax_lowmem.layers import fp8_flow  # noqa: E402
+from tests import tolerances as tol  # noqa: E402
+from tests.compilation import SAME_BITS  # noqa: E402
+from tests.layers.test_switchback_sharding import LAYOUTS as OF_PRODUCTS  # noqa: E402
+from tests.layers.test_switchback_sharding import collectives  # noqa: E402
+from tests.meshes import mesh_of  # noqa: E402
+from tests.tiers import rows  # noqa: E402
+
+
+def store_normed(x, scale, eps, group_size, exact, backend, keep=True):
+    stored, inverse, largest = kernels.store_normed_plain(x, scale, eps, group_size, exact, keep)
+    return stored, inverse, largest.reshape(1)
+
+
+def store_gated(given, activation, group_size, exact, backend, keep=True):
+    stored, largest = kernels.store_gated_plain(given, activation, group_size, exact, keep)
+    return stored, largest.reshape(1)
+
+
+def quantize_both(x, absmax, to, backend, function=None, beside=()):
+    values = x if function is None else function(*(v.astype(jnp.float32) for v in (x, *beside)))
+    codes = kernels.quantized(values, absmax.reshape(1, 1), to)
+    return codes, codes.codes.T
+
+
+def quantize_transposed(w, absmax, to, clip, backend):
+    codes = plain.codes_of(w, absmax, to, clip)
+    return Quantized(codes.T, plain.scales_of(absmax, to))
+
+
+TWINS = {
+    kernels_triton: {
+        "store_normed": store_normed,
+        "store_gated": store_gated,
+        "quantize_both": quantize_both,
+        "transpose": lambda codes, backend: codes.T,
+    },
+    triton: {
+        "quantize_rows": lambda x, to, backend: plain.quantize_plain(x, 1, to),
+        "quantize_transposed": quantize_transposed,
+    },
+    mosaic: {"multiply": lambda a, b, dtype: plain.multiply_plain(a, b, 1, dtype)},
+    noise_triton: {
+        name: functools.partial(
+            lambda function, *args, backend, **how: function(*args, **how),
+            getattr(noise, f"{name}_plain"),
+        )
+        for name in ("sample", "noise_sums", "noise_of", "packed_noise")
+    },
+}
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """CPU devices for which programs have kernels."""
+    monkeypatch.setattr(platform, "no_device_reason", lambda: None)
+    monkeypatch.setattr(platform, "not_hopper_reason", lambda: None)
+    monkeypatch.setattr(platform, "has_mosaic_gpu", lambda: True)
+    for name in ("_UNITS", "_LEAST"):
+        monkeypatch.setattr(dispatch, name, (1, 1, 1))
+    on_cpus = lambda _, *args, **how: with_fallback("cpu", *args, **how)  # noqa: E731
+    monkeypatch.setattr(along_axes, "with_fallback", on_cpus)
+
+
+@pytest.fixture
+def twins(gpus, monkeypatch):
+    for module, functions in TWINS.items():
+        for name, function in functions.items():
+            monkeypatch.setattr(module, name, function)
+
+
+def mesh(sizes, shuffled=False):
+    made = mesh_of(AxisType.Auto, **dict(zip("ab", sizes, strict=False)))
+    if shuffled:
+        places = np.random.default_rng(0).permutation(made.devices.ravel()).reshape(sizes)
+        made = Mesh(places, made.axis_names, axis_types=(AxisType.Auto,) * len(sizes))
+    return made
+
+
+def run(function, args, sizes, of_args, of_results, shuffled=False):
+    """(compiled program, results on a mesh, results on one device)."""
+    the_mesh = mesh(sizes, shuffled)
+    place = functools.partial(NamedSharding, the_mesh)
+    of_args, of_results = (
+        jax.tree.map(place, specs, is_leaf=lambda x: isinstance(x, P))
+        for specs in (of_args, of_results)
+    )
+    jitted = functools.partial(jax.jit, function, compiler_options=SAME_BITS)
+    program = jitted(in_shardings=of_args, out_shardings=of_results).lower(*args).compile()
+    alone = jitted()(*jax.device_put(args, jax.devices("cpu")[0]))
+    return program, program(*jax.device_put(args, of_args)), alone
+
+
+def taken(program):
+    """Names of the kernels of parts of arrays."""
+    return set(re.findall(r"/(\w+)/custom_partitioning", program.as_text()))
+
+
+def drawn(*shape, dtype=jnp.bfloat16, seed=0):
+    return np.asarray(jnp.asarray(np.random.default_rng(seed).normal(0, 0.5, shape), dtype))
+
+
+# ---- FP8 activations -----------------------------------------------------------------------------
+BATCH, LENGTH, WIDTH, HIDDEN = 16, 8, 64, 128
+BLOCK = {
+    "store_normed", "store_gated", "quantized_for_products", "quantize_transposed", "multiply",
+    "multiply_over_tokens",
+}  # fmt: skip
+# sizes of the mesh; specs of X, and of the weights before and after the activation function
+FLOWS = {
+    "data": ((8,), P("a"), P(), P()),
+    "fsdp": ((8,), P("a"), P("a"), P("a")),
+    "fsdp of outputs": ((8,), P("a"), P(None, "a"), P(None, "a")),
+    "tensor": ((8,), P(), P(None, "a"), P("a")),
+    "fsdp and tensor": ((2, 4), P("a"), P("a", "b"), P("b", "a")),
+    "two axes of data": ((2, 4), P(("a", "b")), P("b"), P("b")),
+    "sequences": ((2, 4), P("a", "b"), P(("a", "b")), P(("a", "b"))),
+    "replicated": ((8,), P(), P(), P()),
+    "devices in another order": ((4, 2), P("b"), P("b", "a"), P("a", "b")),
+}
+OFTEN = ["fsdp", "fsdp and tensor", "sequences", "tensor", "devices in another order"]
+
+
+def block(x, scale, up, down, recipe):
+    y = fp8_flow.linear(fp8_flow.rms_norm(x, scale, recipe=recipe), up, recipe=recipe)
+    return fp8_flow.linear(fp8_flow.gated_product(y, recipe=recipe), down, recipe=recipe)
+
+
+def flow(layout, recipe=fp8_flow.Recipe()):  # noqa: B008 (frozen)
+    def step(x, weights, g):
+        y, pull = jax.vjp(lambda x, weights: block(x, *weights, recipe), x, weights)
+        return y, *pull(g)
+
+    sizes, of_x, *of_weights = FLOWS[layout]
+    x, g = (drawn(BATCH, LENGTH, WIDTH, seed=i) for i in (0, 1))
+    shapes = (WIDTH,), (WIDTH, HIDDEN), (HIDDEN, WIDTH)
+    weights = tuple(drawn(*shape, seed=2 + i) for i, shape in enumerate(shapes))
+    specs = P(), *of_weights
+    return run(
+        step, (x, weights, g), sizes, (of_x, specs, of_x), (of_x, of_x, specs),
+        shuffled="order" in layout,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout, recipe",
+    rows(itertools.product(FLOWS, ["exact", "paper"]), [*((x, "exact") for x in OFTEN)]),
+)
+def test_fp8_flow(layout, recipe, twins):
+    """One device's results but for the order of sums over devices, and no gather of activations."""
+    recipe = {"exact": fp8_flow.Recipe(), "paper": fp8_flow.Recipe.paper()}[recipe]
+    program, found, alone = flow(layout, recipe)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+        a, b = np.float64(a), np.float64(b)
+        assert np.abs(a - b).max() <= 2**-7 * np.abs(b).max()
+        assert (a != b).mean() < 0.02
+    assert taken(program) >= BLOCK if recipe.exact else taken(program)
+    moved = collectives(program.as_text())
+    # XLA stores FP8 as f16 on a CPU
+    gathers = {key for key in moved if key[0] == "all-gather"}
+    assert {kind for _, kind, _ in gathers} <= {"f16", "f8e4m3fn", "u8"}
+    assert not {kind for kind, *_ in moved} & {"all-to-all", "collective-permute"}
+    assert {size for *_, size in gathers} <= {WIDTH * HIDDEN // n for n in (1, 2, 4)}
+
+
+def test_fsdp_gathers_codes_once_in_each_pass(twins):
+    program, *_ = flow("fsdp")
+    moved = collectives(program.as_text())
+    weights, kind = WIDTH * HIDDEN, "f16"  # of E4M3 on a CPU
+    gathers = {key: n for key, n in moved.items() if key[0] == "all-gather"}
+    assert gathers == {("all-gather", kind, weights): 4}  # of two weights
+    assert moved["reduce-scatter", "f32", weights // 8] == 2  # of their gradients
+    assert all(size == 1 for kind, dtype, size in moved if dtype == "s32")  # maxima of tensors
+
+
+# ---- 8-bit products ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout, variant",
+    rows(itertools.product(OF_PRODUCTS, ["switchback", "switchback_m", "llm_int8", "tensorwise"]),
+         [("fsdp of inputs", "switchback"), ("rows", "switchback"), ("columns", "llm_int8")]),
+)  # fmt: skip
+@pytest.mark.parametrize("format", rows(["int8", "fp8"], ["int8"]))
+def test_switchback(layout, variant, format, twins):
+    """What XLA communicates, and one device's results."""
+    of_x, of_w, of_g = (P(*(axis and "a" for axis in spec)) for spec in OF_PRODUCTS[layout])
+    tokens, inputs, outputs = 64, 32, 48
+    dot_general = layers.switchback_dot_general(variant, format)
+    shapes = (tokens, inputs), (inputs, outputs), (tokens, outputs)
+    x, w, g = (drawn(*shape, dtype=jnp.float32, seed=i) for i, shape in enumerate(shapes))
+
+    def step(x, w, g):
+        y, pull = jax.vjp(lambda x, w: dot_general(x, w, (((1,), (0,)), ((), ()))), x, w)
+        return y, *pull(g)
+
+    specs = (of_x, of_w, of_g), (of_g, of_x, of_w)
+    program, found, alone = run(step, (x, w, g), (8,), *specs)
+    for a, b in zip(found, alone, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=tokens * tol.F32_EPS)
+    assert "multiply" in taken(program)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partitioned, "available", lambda: False)
+        by_xla, *_ = run(lambda *args: step(*args), (x, w, g), (8,), *specs)
+    assert not taken(by_xla)
+    kinds = [
+        {(kind, size) for kind, _, size in collectives(p.as_text())} for p in (program, by_xla)
+    ]
+    assert kinds[0] <= kinds[1]
+
+
+# ---- noise ---------------------------------------------------------------------------------------
+MATRICES = {
+    "rows": ((4,), P("a")),
+    "columns": ((4,), P(None, "a")),
+    "both": ((4, 2), P("a", "b")),
+    "devices in another order": ((2, 4), P("b", "a")),
+    "a stack": ((2, 4), P("a", "b")),
+}
+
+
+@pytest.mark.parametrize("layout", rows(MATRICES, ["both", "devices in another order"]))
+def test_noise(layout, twins):
+    """Every bit of one device, and no communication."""
+    sizes, spec = MATRICES[layout]
+    shape = (4, 256, 64) if "stack" in layout else (256, 256)
+    w, g = drawn(*shape, dtype=jnp.float32), drawn(*shape, seed=1)
+    bits = np.full(noise.block_shape(shape), 6.0, np.float32)
+
+    def sampled(w, bits, g):
+        out, pull = jax.vjp(lambda w, b: gaussws.sample(w, b, jnp.uint32(3)), w, bits)
+        drawn = gaussws.draw(jnp.uint32(1), shape), gaussws.draw_packed(jnp.uint32(2), shape)
+        return out, *pull(g.astype(out.dtype)), *drawn
+
+    program, found, alone = run(
+        sampled, (w, bits, g), sizes, (spec,) * 3, (spec,) * 5, shuffled="order" in layout
+    )
+    for a, b in zip(found, alone, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert taken(program) == {"sample", "noise_sums", "noise_of", "packed_noise"}
+    assert not collectives(program.as_text())
