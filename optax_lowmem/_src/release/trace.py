@@ -549,9 +549,8 @@ class _Stages:
     def _once(self, begin: int, eqns: Sequence[JaxprEqn], end: int) -> LayerFunction:
         """Return a stage that evaluates some equations once."""
         scan = self.flow.stacks.get(end)
-        passed = self._crossing(end)
         carry = [] if scan is None else scan.eqn.invars[scan.consts :][: scan.carried]
-        others = passed if scan is None else self._beside(end)
+        others = self._crossing(end) if scan is None else self._beside(end)
         evaluate = self._evaluation(self._entering(begin), eqns, [*carry, *others])
 
         def stage(weights: None, rest: Any, x: Any, known: Any) -> Any:
@@ -599,8 +598,7 @@ class _Stages:
         flow = self.flow
         stacked = {i for scan in flow.stacks.values() for i in scan.leaves}
         parameters = [v for i, v in enumerate(flow.parameters) if i not in stacked]
-        atoms = [*(v for eqn in eqns for v in eqn.invars), *outputs]
-        made = self._makers(atoms)
+        made = self._makers([*(v for eqn in eqns for v in eqn.invars), *outputs])
 
         def evaluate(rest: list[Any], x: Any, known: list[Any]) -> list[Any]:
             env: dict[Any, Any] = dict(zip(flow.known_read, known, strict=True))
@@ -633,18 +631,17 @@ class _Stages:
     def _crossing(self, at: int) -> list[Var]:
         """Return the variables that are computed before a position and read from it on."""
         last = _last_reads(self.flow)
-        made = [v for eqn in self.flow.eqns[:at] for v in eqn.outvars]
+        made = [v for eqn in self.flow.eqns[:at] for v in eqn.outvars if v not in self.flow.known]
         return [v for v in made if last.get(v, -1) >= at]
 
     def _beside(self, at: int) -> list[Var]:
         """Return the variables beside the carry of a scan: those read in layers, or later."""
         scan = self.flow.stacks[at]
         count = scan.consts + scan.carried
-        known = self.flow.known
-        read = [v for v in self._crossing(at + 1) if v not in scan.eqn.outvars]
-        atoms = [*scan.eqn.invars[: scan.consts], *scan.eqn.invars[count:]]
-        own = [v for v in _variables(atoms) if v not in known and v not in self.flow.own]
-        return list(dict.fromkeys([*own, *read]))
+        atoms = _variables([*scan.eqn.invars[: scan.consts], *scan.eqn.invars[count:]])
+        own = [v for v in atoms if v not in self.flow.known and v not in self.flow.own]
+        later = [v for v in self._crossing(at + 1) if v not in scan.eqn.outvars]
+        return list(dict.fromkeys([*own, *later]))
 
 
 def _dtype(atom: Atom) -> Any:
