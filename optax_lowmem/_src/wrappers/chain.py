@@ -101,7 +101,9 @@ def step(
     Args:
       tx: any optax transformation.
       grads: gradients, f32 or 16-bit.
-      state: the optimizer's state.
+      state: the optimizer's state. Arrays in host memory, as in `jax.device_put(state,
+        SingleDeviceSharding(device, memory_kind="pinned_host"))`, are copied to the device one
+        parameter at a time, and back; outside of jit only.
       params: the parameters.
       implementation: None selects the fastest available for each leaf (see `explain`); "xla" is
         plain jnp on every device; "pallas" and "triton" are GPU kernels, "pallas_tpu" is a TPU
