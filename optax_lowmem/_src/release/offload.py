@@ -393,21 +393,21 @@ class Run:
             dxs.append(dx)
             self.running.add(dx)
         self.finish_rest(-1, total, use)
-        of_rest = None
-        for (path, i), arrived in zip(reversed(self.layers), coming, strict=True):
-            weights, total = self.layer(path, i), None
+        of_rest = total = None  # names that are not needed any more would hold memory
+        for path, i in reversed(self.layers):
+            arrived, weights = next(coming), self.layer(path, i)
             for m, batch in enumerate(batches):
                 total, dxs[m] = programs.back(
                     path, weights, self.rest, next(inputs), dxs[m], batch, total
                 )
                 self.running.add(dxs[m])
-            gradients, more = total
-            of_rest = programs.add(of_rest, more) if of_rest else more
-            use((path, i), gradients, arrived, weights)
+            of_rest = programs.add(of_rest, total[1]) if of_rest else total[1]
+            use((path, i), total[0], arrived, weights)
+            del arrived, weights
+            total = None
             if i == 0:
                 self.finish_rest(1 + stacks.index(path), of_rest, use)
                 of_rest = None
-        total = None
         for dx, batch in zip(dxs, batches, strict=True):
             total = programs.back_first(self.rest, dx, batch, total)
         self.finish_rest(0, total, use)
