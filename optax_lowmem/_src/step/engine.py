@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import context, derivative, host, numerics, random, trees
+from optax_lowmem._src.core import context, host, numerics, random, trees
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.compiled import FEW, compiled, each, is_eager, unstacked
 from optax_lowmem._src.core.hyperparameters import check_schedule
@@ -149,7 +149,7 @@ class Engine(StateFormat):
             plan.writes_weight or any(s.codec for s in (*plan.slots, *plan.blockwise))
             for plan in plans
         ):
-            gradients, weights, h = derivative.without((gradients, weights, dict(h)))
+            gradients, weights, h = numerics.forbid_differentiation((gradients, weights, dict(h)))
         states, blockwise = self.unpack(state, plans, like)
         paths = [plan.path for plan in plans]
         count, keys = count_and_keys(state.seed, state.count, count, paths)
@@ -222,7 +222,7 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         else plan
         for plan, g in zip(batch.plans, batch.gradients, strict=True)
     ]
-    batch = batch.replace(plans=tuple(plans))
+    batch = dataclasses.replace(batch, plans=tuple(plans))
     if (
         len(plans) > FEW
         and platform.no_device_reason() is not None
@@ -245,8 +245,11 @@ def _one_by_one(batch: LeafBatch) -> list[LeafBatch]:
     keys: list[Any] = unstacked(batch.keys)
     blockwise_keys: list[Any] = unstacked(batch.blockwise_keys)
     return [
-        batch.take([i]).nameless.replace(
-            keys=keys[number][None], blockwise_keys=blockwise_keys[number][None], numbers=(0,)
+        dataclasses.replace(
+            batch.take([i]).nameless,
+            keys=keys[number][None],
+            blockwise_keys=blockwise_keys[number][None],
+            numbers=(0,),
         )
         for i, number in enumerate(batch.numbers)
     ]
@@ -257,7 +260,7 @@ def _step_streamed(rule: UpdateRule, batch: LeafBatch) -> Stepped:
 
     def bring(one: LeafBatch) -> LeafBatch:
         states, blockwise = host.brought((one.states, one.blockwise))
-        return one.replace(states=states, blockwise=blockwise)
+        return dataclasses.replace(one, states=states, blockwise=blockwise)
 
     running, stepped, batches = host.RunAhead(), [], _one_by_one(batch)
     for before, one in zip(batches, host.ahead(batches, bring), strict=True):
@@ -284,17 +287,17 @@ def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
     parts: dict[UpdateRule, list[int]] = {}
     for i, plan in enumerate(batch.plans):
         parts.setdefault(rule.for_leaf(plan.matrices), []).append(i)
-    results: list[Any] = [None] * len(batch)
+    results: list[Any] = [None] * len(batch.plans)
     for leaf_rule, indices in parts.items():
         part = batch
         if parts.keys() != {rule}:
             part = batch.take(indices).with_keys_in_order()
             h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
-            part = part.replace(hyperparameters=h)
+            part = dataclasses.replace(part, hyperparameters=h)
         blockwise = part.blockwise
         if leaf_rule.prepares in ("leaf", "blocks"):
             part, blockwise = prepare_leaves(leaf_rule, part)
-        part = part.replace(blockwise=[], blockwise_keys=None)
+        part = dataclasses.replace(part, blockwise=[], blockwise_keys=None)
         if isinstance(leaf_rule, MatrixRule):
             stepped = matrices.step_leaves(leaf_rule, part)
         else:
