@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.step.gpu import kernel
+from optax_lowmem._src.step import gpu
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 
@@ -71,12 +71,10 @@ def training(tx, shardings=None):
 
 def stepped_by_kernel(tx, shardings, grads, start):
     """A step by the GPU's kernel, interpreted: each device has that of its shards."""
-    launch = kernel.launch
+    launch = gpu.launch
     with (
         mock.patch.object(platform, "no_device_reason", lambda: None),
-        mock.patch.object(
-            kernel, "launch", lambda *args, backend: launch(*args, backend="interpret")
-        ),
+        mock.patch.object(gpu, "launch", lambda *args, backend: launch(*args, backend="interpret")),
     ):
         step = functools.partial(lowmem.step, tx, implementation="pallas")
         jitted = jax.jit(step, out_shardings=shardings, compiler_options=SAME_BITS)

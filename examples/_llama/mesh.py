@@ -77,8 +77,8 @@ def of_loss(settings: Settings, mesh: Mesh) -> dict[str, Any]:
 
 
 def step_placement(of_state: Any, mesh: Mesh) -> dict[str, Any]:
-    """Return lowmem.step's `mesh` and `specs` (those of mu), for kernels on each device."""
-    if jax.device_count() == 1:
+    """Return lowmem.step's `mesh` and `specs` (those of mu), which GPUs do not need."""
+    if jax.device_count() == 1 or jax.default_backend() == "gpu":
         return {}
     inner = optax.tree.get(of_state, "inner_state", of_state)  # noise has an optimizer of its own
     return {"mesh": mesh, "specs": optax.tree.get(inner, "mu")}

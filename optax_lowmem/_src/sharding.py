@@ -9,12 +9,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core import array_metadata, context, trees
-from optax_lowmem._src.core.placement import (
+from optax_lowmem._src.core.sharding import (
     Placement,
     mesh_of,
     placement,
     sharding_leaves,
-    sharding_of_state,
 )
 
 Rules = Sequence[tuple[str, str | tuple[str, ...] | None]]  # logical name, mesh axes
@@ -31,7 +30,7 @@ class _Parameter:
     def sharding_of(self, shape: tuple[int, ...], zero_axis: str | None) -> NamedSharding:
         """Return the sharding of a state array of this shape that belongs to the parameter."""
         place = self.placement if zero_axis is None else self._with_zero(zero_axis)
-        return sharding_of_state(place, self.shape, shape, self.group_sizes)
+        return place.of_state(self.shape, shape, self.group_sizes)
 
     def _with_zero(self, zero_axis: str) -> Placement:
         """Add `zero_axis` to the first dimension where it divides both codes and scales."""

@@ -208,5 +208,5 @@ def test_fused_and_composed_optimizers_draw_the_same_bits():
      lambda **own: lowmem.Storage(**{f"master_{k}": v for k, v in own.items()})],
 )  # fmt: skip
 def test_other_roundings_are_refused(made):
-    with pytest.raises(ValueError, match="rounding must be one of .*'stochastic', 'nearest'"):
+    with pytest.raises(ValueError, match="rounding must be one of stochastic, nearest(, None)?,"):
         made(rounding="up")

@@ -12,7 +12,7 @@ import optax_lowmem as lowmem
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import product
 from optax_lowmem._src.kernels import jaxpr_to_triton
-from optax_lowmem._src.step.gpu import kernel as gpu_step
+from optax_lowmem._src.step import gpu as gpu_step
 from tests import launch_cases, triton_on_numpy
 from tests.tiers import rows
 

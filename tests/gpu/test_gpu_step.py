@@ -14,7 +14,7 @@ from optax_lowmem._src.core import context, numerics
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.lion import LionRule
 from optax_lowmem._src.step import choose, tuning
-from optax_lowmem._src.step.gpu.kernel import launch
+from optax_lowmem._src.step.gpu import launch
 from tests import launch_cases, tolerances
 from tests.contract_cases import pairwise
 from tests.step.test_step_backends import OPTIONS, STORED

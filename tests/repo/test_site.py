@@ -93,6 +93,16 @@ def test_docstrings_are_rendered(site):
     assert ":math:" not in text and ".. math::" not in text
 
 
+def test_brackets_of_formulas_grow(site):
+    """None of fixed height is around a fraction or a root."""
+    opened, closed = (f'stretchy="false">&#x0002{digit};' for digit in "89")
+    small, formulas = re.compile(f"{opened}(?:(?!{closed}).)*<(?:mfrac|msqrt)"), []
+    for page in (page for page in PAGES if page.startswith("api/")):
+        formulas += re.findall("<math.*?</math>", html_of(site, page), re.DOTALL)
+    assert len(formulas) > 20 and any('fence="true"' in formula for formula in formulas)
+    assert not [formula for formula in formulas if small.search(formula)]
+
+
 def test_signatures_have_types(site):
     text = re.sub("<[^>]+>", "", html_of(site, "api/training.md"))
     assert "allow_rounding: bool = False" in text
@@ -152,6 +162,12 @@ def chromium(tmp_path_factory):
         yield opened
 
 
+# tables that end beyond the window, inside nothing that scrolls
+CUT = """[...document.querySelectorAll('article table')].filter(table => {
+  const scrolls = part => part && (
+    ['auto', 'scroll'].includes(getComputedStyle(part).overflowX) || scrolls(part.parentElement));
+  return table.getBoundingClientRect().right > innerWidth && !scrolls(table);
+}).map(table => table.innerText.slice(0, 60))"""
 BROKEN = "[...document.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src)"
 
 
@@ -166,6 +182,7 @@ def test_pages_load_and_do_not_scroll_sideways(chromium, served, width):
             assert chromium.evaluate(BROKEN) == [], page
             pictures += chromium.evaluate("document.images.length")
             chromium.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+            assert chromium.evaluate(CUT) == [], page
             size = chromium.evaluate("document.documentElement.scrollWidth")
             wide += [(page, size)] if size > width else []
         assert not wide and pictures >= 15

@@ -17,15 +17,17 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("rich")
 
+from _llama.model import Llama
+
 from benchmarks import ROOT, absent_gpu, records, render, run, tables
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes
-from benchmarks.suites import kernels, memory, release
+from benchmarks.suites import kernels, memory, offload, release
 from benchmarks.suites.end_to_end import bench as end_to_end
 from benchmarks.suites.fit import bench as fit
 from benchmarks.suites.linear import bench as linear
 from benchmarks.suites.linear import peers as linear_peers
 from benchmarks.suites.mesh import bench as mesh
-from benchmarks.suites.mesh import scaling
+from benchmarks.suites.mesh import communication, scaling
 from benchmarks.suites.noise import bench as noise
 from benchmarks.suites.pairs import sizes
 from benchmarks.suites.step import bench as step
@@ -159,6 +161,16 @@ def test_a_suite_makes_its_tables(smoke, tmp_path):
         assert text.count("\n|") >= 2 and " nan" not in text, name
 
 
+@pytest.mark.parametrize("preset", communication.PRESETS_SHOWN.values())
+def test_parameters_that_gpus_send(preset):
+    shape = communication.PRESETS[preset].shape
+    model = Llama(shape, "bfloat16", "xla", stacked=False)
+    make = functools.partial(model.weights, dtype=lambda path: jnp.float32)
+    weights = jax.eval_shape(make, jax.random.key(0))
+    counted = communication.matrices(shape) + communication.embedding(shape)
+    assert counted == sum(x.size for x in jax.tree.leaves(weights) if x.ndim > 1)
+
+
 def test_tables_without_records():
     for name in {name for smoke in SUITES for name in smoke.tables}:
         text = tables.TABLES[name]([])
@@ -173,6 +185,20 @@ def test_an_8b_llama_in_small(tmp_path, monkeypatch):
     _, body, _ = release.table(rows)
     assert len(body) == 3 and all("" not in line for line in body)
     assert release.draw(rows).get_suptitle()
+
+
+@pytest.mark.full
+def test_state_on_the_host_in_small(tmp_path):
+    file = tmp_path / "records.jsonl"
+    only = ["48", "no-copies", "resident"]
+    offload.main(["--preset", "tiny", "--steps", "2", "--only", *only, "--record", str(file)])
+    rows = [
+        row | {"case": row["case"].replace("tiny", "8b").replace("8b ", "8b batch=8 ")}
+        for row in records.load(file)
+    ]
+    _, body, _ = offload.table(rows)
+    assert [line[0].split(",")[0] for line in body] == ["offload", "offload", "resident"]
+    assert float(body[0][-2]) == 0.0 and all(float(line[5]) > 0 for line in body)
 
 
 # ---- commands ------------------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from optax_lowmem._src import step as fused_update
 from optax_lowmem._src.core import context
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.kernels import partitioned, platform
-from optax_lowmem._src.step import backend, tuning
+from optax_lowmem._src.step import backend, gpu, tuning
 from optax_lowmem._src.step.batch import LeafBatch
-from optax_lowmem._src.step.gpu import launches
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 
 STORAGE = lowmem.Storage(policy=lowmem.Policy(min_size=0))
@@ -205,7 +204,7 @@ def indices_of_launches(rows, **tuned):
     plans, gradients, weights = map(list, zip(*rows, strict=True))
     empty, numbers = [None] * len(rows), tuple(range(len(rows)))
     batch = LeafBatch(tuple(plans), gradients, weights, empty, {}, empty, None, numbers)
-    return launches.group_leaves(batch, tuning.Tuning(**tuned))
+    return gpu.group_leaves(batch, tuning.Tuning(**tuned))
 
 
 def plain(*shape):

@@ -10,7 +10,6 @@ from jax.sharding import SingleDeviceSharding
 import optax_lowmem as lowmem
 from optax_lowmem import release
 from optax_lowmem._src.core import host
-from optax_lowmem._src.release.offload import RunAhead
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_same
 from tests.step.test_release import (
@@ -187,10 +186,29 @@ def test_a_state_is_moved_as_it_is():
 def test_a_stage_waits_for_the_one_two_before_it(monkeypatch):
     waited = []
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
-    ahead = RunAhead()
+    ahead = host.RunAhead()
     for stage in range(4):
         ahead.add(stage)
         assert waited == list(range(stage))
+
+
+@pytest.mark.parametrize("name", rows(list(lowmem.OPTIMIZERS), ["flash_adamw"]))
+def test_the_ordinary_step_streams_a_state_by_parameter(name):
+    tx, params = clipped(make(name)), weights()
+    gradients = jax.tree.map(lambda p: jnp.cos(100 * p.astype(jnp.float32)), params)
+    state = tx.init(params)
+    pinned = SingleDeviceSharding(jax.devices()[0], memory_kind=host.PINNED)
+    moved = jax.device_put(state, pinned)
+    for _ in range(2):
+        wanted, state = lowmem.step(tx, gradients, state, params)
+        found, moved = lowmem.step(tx, gradients, moved, params)
+        assert_same(found, wanted)
+        params = wanted
+    arrays = [x for x in jax.tree.leaves(moved) if x.ndim]
+    assert arrays and all(map(host.is_on_host, arrays))
+    assert_same(on_device(moved), state)
+    with pytest.raises(ValueError, match="outside of jit, which streams it"):
+        jax.jit(lowmem.step, static_argnums=0)(tx, gradients, moved, params)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem._src.kernels import partitioned
 from optax_lowmem._src.kernels.fallback import with_fallback
-from optax_lowmem._src.step.gpu import launches
+from optax_lowmem._src.step import gpu
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_alike
@@ -216,7 +216,7 @@ def test_lowered_for_more_devices_than_there_are():
         start(), (of_params, shardings, of_params),
     )  # fmt: skip
     lowered = jax.jit(step).trace(*forms).lower(lowering_platforms=("cpu",))
-    assert "@CustomSPMDPartitioning" in lowered.as_text()
+    assert "@lowmem_partitioned" in lowered.as_text()
 
 
 def case_a_loop_with_a_condition():
@@ -304,7 +304,7 @@ def test_a_scan_of_steps():
 def test_the_automatic_choice(monkeypatch):
     """Of a program for a GPU, here for a CPU: shards by the kernel, or else the whole by XLA."""
     monkeypatch.setattr(
-        launches, "with_fallback", lambda _, *args, **how: with_fallback("cpu", *args, **how)
+        gpu, "with_fallback", lambda _, *args, **how: with_fallback("cpu", *args, **how)
     )
 
     def taken(**how):
@@ -330,11 +330,11 @@ import jax, jax.numpy as jnp
 import optax_lowmem as lowmem
 from jax.sharding import NamedSharding, PartitionSpec as P
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.step.gpu import kernel
+from optax_lowmem._src.step import gpu
 
 platform.no_device_reason = lambda: None
-launch = kernel.launch
-kernel.launch = lambda *args, backend: launch(*args, backend="interpret")
+launch = gpu.launch
+gpu.launch = lambda *args, backend: launch(*args, backend="interpret")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", sys.argv[1] == "removed")

@@ -16,7 +16,7 @@ import optax_lowmem as lowmem
 from optax_lowmem import release
 from optax_lowmem._src.core import random
 from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.step.gpu import kernel as gpu_step
+from optax_lowmem._src.step import gpu as gpu_step
 from tests import launch_cases, tolerances
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import POLICY, RULES, assert_alike, assert_same, changes, distance

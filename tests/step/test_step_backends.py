@@ -25,8 +25,8 @@ from optax_lowmem._src.kernels import tiles
 from optax_lowmem._src.kernels.gpu_kernel import Run
 from optax_lowmem._src.optimizers.adam import AdamRule
 from optax_lowmem._src.step import backend, reference, tuning
+from optax_lowmem._src.step import gpu as gpu_step
 from optax_lowmem._src.step.batch import Leaf, LeafBatch
-from optax_lowmem._src.step.gpu import kernel as gpu_step
 from optax_lowmem._src.step.rule import OF_BLOCK
 from optax_lowmem._src.step.tpu import pallas_tpu
 from tests import launch_cases, tolerances, triton_on_numpy
@@ -172,7 +172,7 @@ def unsupported(kernel, rule, plan):
     """Return the reason why a kernel does not take a leaf, or None."""
     if kernel == "pallas_tpu":
         return pallas_tpu.unsupported(rule, plan)
-    return gpu_step.unsupported(rule, plan) if "triton" in kernel else None
+    return gpu_step.triton_unsupported(rule, plan) if "triton" in kernel else None
 
 
 def check(kernel, case, launcher, tile=None):

@@ -18,7 +18,7 @@ from optax_lowmem._src.core import context
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.kernels import jax_triton_call, platform
 from optax_lowmem._src.step import backend, tuning
-from optax_lowmem._src.step.gpu import kernel as gpu_step
+from optax_lowmem._src.step import gpu as gpu_step
 from optax_lowmem._src.step.tpu import pallas_tpu
 from optax_lowmem.sharding import state_shardings
 from tests import launch_cases, tolerances

@@ -140,7 +140,7 @@ def test_updates_of_compressed_states_in_f32_where_that_is_asked_for(name):
     narrow, _ = COMPRESSED[name]().update(gradient(params), tx.init(params), params)
     for u, wide in zip(jax.tree.leaves(narrow), jax.tree.leaves(updates), strict=True):
         np.testing.assert_array_equal(np.float32(u), np.float32(wide.astype(jnp.bfloat16)))
-    with pytest.raises(ValueError, match="update_dtype must be 'gradient' or 'float32', got 'b"):
+    with pytest.raises(ValueError, match="update_dtype must be one of gradient, float32, got 'b"):
         COMPRESSED[name](update_dtype="bfloat16")
 
 

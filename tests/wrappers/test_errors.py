@@ -10,6 +10,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import Policy, Storage, codecs
+from optax_lowmem.flax import TrainState
 
 SOFTSIGN, SQRT = codecs.softsign(), codecs.sqrt()
 BOTH = {"mu": SOFTSIGN, "nu": SQRT}
@@ -17,6 +18,9 @@ BOTH = {"mu": SOFTSIGN, "nu": SQRT}
 
 def weights(dtype=jnp.bfloat16, side=64):
     return {"block": {"kernel": jnp.ones((side, side), dtype)}, "norm": jnp.ones((64,), dtype)}
+
+
+SHAPES = jax.eval_shape(lambda: weights(jnp.float32))
 
 
 def grads_of(params):
@@ -176,16 +180,17 @@ ARGUMENTS = {
         "every must be a number of micro-batches, at least 1, got": [
             functools.partial(lowmem.accumulate_gradients, optax.sgd(0.1), every, "bfloat16")
             for every in (0, -1, 2.0, True, "4")],
-        "into must be 'bfloat16' or 'moments', got 'float32'": [
+        "into must be one of bfloat16, moments, got 'float32'": [
             lambda: lowmem.accumulate_gradients(optax.sgd(0.1), 4, "float32")],
         "eps must be >= 0, got -0.1": [lambda: adamw(eps=-0.1)],
         "eps_root must be >= 0, got -0.1": [lambda: adamw(eps_root=-0.1)],
         "weight_decay must be >= 0, got -0.1": [lambda: adamw(weight_decay=-0.1)],
-        r"rounding must be one of \('\w+'(, '\w+')+\), got 'up'": [lambda: Storage(rounding="up")],
-        r"split must be one of \('\w+', '\w+'\), got 'kahan'": [lambda: Storage(split="kahan")],
+        "rounding must be one of stochastic, nearest, nu, embeddings, got 'up'": [
+            lambda: Storage(rounding="up")],
+        "split must be one of bits, ulp, got 'kahan'": [lambda: Storage(split="kahan")],
         r"update_dtype must be one of .*, got 'bfloat16'": [
             lambda: Storage(update_dtype="bfloat16")],
-        "rounding must be 'stochastic' or 'nearest', got 'up'": [
+        "rounding must be one of stochastic, nearest, got 'up'": [
             lambda: compressed(mu=SOFTSIGN, rounding="up")],
         "min_size is a number of elements >= 0, got": [
             lambda: Policy(min_size=-1), lambda: Policy(min_size=1.5)],
@@ -215,7 +220,7 @@ ARGUMENTS = {
             lambda: lowmem.inject_hyperparams(lowmem.flash_adamw)(
                 optax.linear_schedule(0.0, 1e-2, 10), decouple_lr=True).init(weights())],
         "pass decoupled=True": [lambda: lowmem.flash_sgd(0.1, decouple_lr=True)],
-        "implementation must be one of .*'xla'.* or None, got 'cuda'": [
+        "implementation must be one of .*xla.*, None, got 'cuda'": [
             lambda: lowmem.step(flash(), weights(), flash().init(weights()), weights(),
                                 implementation="cuda")],
     },
@@ -258,6 +263,9 @@ ARGUMENTS = {
             lambda: lowmem.init(flash(), weights(), lambda path, leaf: None)],
         "dtype of parameter 'block/kernel': .* not 'bf16'": [
             lambda: lowmem.init(flash(), weights(), "bf16")],
+        "'block/kernel' is a ShapeDtypeStruct, .*: .* call this inside jax.eval_shape": [
+            lambda: lowmem.init(flash(), SHAPES),
+            lambda: TrainState.create(apply_fn=None, params=SHAPES, tx=flash())],
         STRUCTURE: [
             lambda: lowmem.adam_mini(1e-3, blocks={"heads": 4}),
             lambda: lowmem.flash_adam_mini(1e-3, blocks={"heads": 4}),

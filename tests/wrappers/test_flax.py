@@ -60,6 +60,16 @@ CASES = [(name, jnp.bfloat16) for name in TXS] + [
 ]
 
 
+SPLIT_TXS = ["flash_adamw", "flash_lion", "clip, flash_adamw", "MultiSteps"]
+AS_GIVEN = {  # and why their f32 weights stay f32
+    "optax": lambda: optax.adamw(1e-2),
+    "no split": lambda: lowmem.flash_adamw(
+        1e-2, storage=lowmem.Storage(master_weight_bits=None, policy=POLICY)
+    ),
+    "int8 moments": lambda: lowmem.compress_state(optax.adamw(1e-2), mu="int8", policy=POLICY),
+}
+
+
 def data() -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(16, 40)), jnp.float32)
@@ -125,7 +135,8 @@ def contents(state: Any) -> Any:
 )
 def test_train_state_trains_as_flaxs(name, dtype):
     tx = TXS[name]()
-    start, theirs = linen(ours.TrainState, tx, dtype), linen(train_state.TrainState, tx, dtype)
+    start = linen(ours.TrainState, tx, dtype, keep_f32=("*",))
+    theirs = linen(train_state.TrainState, tx, dtype)
     assert isinstance(start, train_state.TrainState)
     assert_same(contents(start), contents(theirs))
     mine = train_linen(start)
@@ -156,7 +167,7 @@ def test_train_state_is_donated():
 
 def test_train_state_of_split_parameters():
     tx = TXS["clip, flash_adamw"]()
-    f32 = linen(ours.TrainState, tx)
+    f32 = linen(ours.TrainState, tx, dtype=jnp.float32)
     assert_same(f32.master_params(), f32.params)
     state = linen(ours.TrainState, tx, dtype=by_width)
     assert state.params["Dense_0"]["kernel"].dtype == jnp.bfloat16
@@ -170,6 +181,43 @@ def test_train_state_of_split_parameters():
     assert_same(trained.master_params(), lowmem.master_params(trained.params, trained.opt_state))
 
 
+@pytest.mark.parametrize("name", SPLIT_TXS)
+def test_train_state_splits_f32_parameters_by_itself(name):
+    tx, plain = TXS[name](), linen(train_state.TrainState, TXS[name]())
+    state = linen(ours.TrainState, tx)
+    assert_same((state.params, state.opt_state), lowmem.init(tx, plain.params))
+    kernel = linen(ours.TrainState, tx, keep_f32=("*bias",))
+    assert_same((kernel.params, kernel.opt_state), lowmem.init(tx, plain.params, by_width))
+    for kept in ({"dtype": jnp.float32}, {"keep_f32": ("*",)}):
+        assert_same(contents(linen(ours.TrainState, tx, **kept)), contents(plain))
+
+
+@pytest.mark.parametrize("name", AS_GIVEN)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_train_state_leaves_parameters_without_a_split(name, dtype):
+    tx = AS_GIVEN[name]()
+    state = linen(ours.TrainState, tx, dtype)
+    assert_same(contents(state), contents(linen(train_state.TrainState, tx, dtype)))
+    with pytest.raises(ValueError, match=r"'\*kernal' of keep_f32 matches.*: Dense_0/kernel"):
+        linen(ours.TrainState, tx, keep_f32=("*kernal",))
+
+
+def test_train_state_splits_what_its_optimizer_splits():
+    """16-bit parameters, frozen ones and those of other optimizers are as they were."""
+    params = {name: jnp.full((64, 64), 0.1) for name in ("ours", "optax", "frozen")}
+    params |= {"half": jnp.ones((64, 64), jnp.float16), "ids": jnp.arange(3)}
+    labels = {name: name for name in params} | {"half": "ours"}
+    tx = optax.partition(
+        {"ours": adamw(), "optax": optax.adam(1e-2), "frozen": optax.set_to_zero(),
+         "ids": optax.set_to_zero()}, labels,
+    )  # fmt: skip
+    state = ours.TrainState.create(apply_fn=None, params=params, tx=tx)
+    split = {**params, "ours": state.params["ours"]}
+    assert state.params["ours"].dtype == jnp.bfloat16
+    assert_same(state.params, split)
+    assert_close(state.master_params()["ours"], params["ours"])
+
+
 @pytest.mark.parametrize("freeze", [dict, core.freeze])
 def test_overwrite_with_gradient(freeze):
     rng = np.random.default_rng(3)
@@ -178,12 +226,16 @@ def test_overwrite_with_gradient(freeze):
     grads = freeze({"params": w, OWG: {"amax": jnp.full(3, 2.0)}})
     tx = adamw()
     both = (ours.TrainState, train_state.TrainState)
-    made = [cls.create(apply_fn=None, params=params, tx=tx) for cls in both]
+    kept = ({"keep_f32": ("*",)}, {})
+    made = [
+        cls.create(apply_fn=None, params=params, tx=tx, **how)
+        for cls, how in zip(both, kept, strict=True)
+    ]
     assert_same(*map(contents, made))
     mine, theirs = (state.apply_gradients(grads=grads) for state in made)
     assert_same(contents(mine), contents(theirs))
     np.testing.assert_array_equal(mine.params[OWG]["amax"], 2.0)
-    split = ours.TrainState.create(apply_fn=None, params=params, tx=tx, dtype=jnp.bfloat16)
+    split = ours.TrainState.create(apply_fn=None, params=params, tx=tx)
     assert type(split.params) is type(params)
     assert split.params["params"]["w"].dtype == jnp.bfloat16
     assert split.params[OWG]["amax"].dtype == jnp.float32
@@ -198,8 +250,9 @@ def test_a_single_array_is_a_tree_of_parameters_too():
     tx, w = adamw(), jnp.ones((4, 40))
     state = ours.TrainState.create(apply_fn=None, params=w, tx=tx)
     after = state.apply_gradients(grads=w)
-    assert_same((after.params, after.opt_state), lowmem.step(tx, w, state.opt_state, w))
-    assert_same(after.master_params(), after.params)
+    stepped = lowmem.step(tx, w, state.opt_state, state.params)
+    assert_same((after.params, after.opt_state), stepped)
+    assert_same(after.master_params(), lowmem.master_params(*stepped))
 
 
 def test_subclasses_with_more_fields():
@@ -264,11 +317,13 @@ def test_partitioned_boxes():
     params = dense.init(jax.random.key(0), data()[0])["params"]
     assert isinstance(params["kernel"], nn.Partitioned)
     tx = adamw()
-    both = (ours.TrainState, train_state.TrainState)
-    made = [cls.create(apply_fn=dense.apply, params=params, tx=tx) for cls in both]
+    made = [
+        ours.TrainState.create(apply_fn=dense.apply, params=params, tx=tx, dtype=jnp.float32),
+        train_state.TrainState.create(apply_fn=dense.apply, params=params, tx=tx),
+    ]
     assert nn.get_partition_spec(made[0].opt_state) == nn.get_partition_spec(made[1].opt_state)
     assert_same(contents(LINEN_STEP(made[0], *data())), contents(LINEN_STEP(made[1], *data())))
-    split = ours.TrainState.create(apply_fn=dense.apply, params=params, tx=tx, dtype=jnp.bfloat16)
+    split = ours.TrainState.create(apply_fn=dense.apply, params=params, tx=tx)
     assert split.params["kernel"].names == ("data", None)
     assert split.opt_state.mu["kernel"].names == ("data", None)
     assert_close(split.master_params(), params)
@@ -319,7 +374,8 @@ def pair_of(cls: Any, tx: Any, param_dtype: Any = jnp.float32, **options: Any) -
 def test_optimizer_trains_as_flaxs(name, dtype):
     tx = TXS[name]()
     extra = {"value": nnx.Variable(jnp.float32(1.0))} if name == "value" else {}
-    start, theirs = pair_of(ours.Optimizer, tx, dtype), pair_of(nnx.Optimizer, tx, dtype)
+    start = pair_of(ours.Optimizer, tx, dtype, keep_f32=("*",))
+    theirs = pair_of(nnx.Optimizer, tx, dtype)
     assert isinstance(start[1], nnx.Optimizer)
     assert_same(pure(*start), pure(*theirs))
     mine = train_nnx(*start, **extra)
@@ -391,14 +447,39 @@ def test_optimizer_of_split_parameters(graph):
     assert model.dense.kernel.dtype == jnp.bfloat16  # the clone alone has changed
 
 
+@pytest.mark.parametrize("name", SPLIT_TXS)
+def test_optimizer_splits_f32_parameters_by_itself(name):
+    tx = TXS[name]()
+    f32 = nnx.state(Model(), nnx.Param)
+    for kept, dtype in (({}, jnp.bfloat16), ({"keep_f32": ("*bias",)}, by_width)):
+        model, optimizer = pair_of(ours.Optimizer, tx, **kept)
+        weights, state = lowmem.init(tx, f32, dtype)
+        assert_same(pure(model)[0]["dense"], nnx.to_pure_dict(weights)["dense"])
+        assert_same(jax.tree.leaves(as_pure(optimizer.opt_state)), jax.tree.leaves(state))
+        assert_close(optimizer.master_params(model), f32)
+    plain = pure(*pair_of(nnx.Optimizer, tx))
+    for kept in ({"dtype": jnp.float32}, {"keep_f32": ("*",)}):
+        assert_same(pure(*pair_of(ours.Optimizer, tx, **kept)), plain)
+
+
+@pytest.mark.parametrize("name", AS_GIVEN)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_optimizer_leaves_parameters_without_a_split(name, dtype):
+    tx = AS_GIVEN[name]()
+    theirs = pure(*pair_of(nnx.Optimizer, tx, dtype))
+    assert_same(pure(*pair_of(ours.Optimizer, tx, dtype)), theirs)
+    with pytest.raises(ValueError, match=r"'\*kernal' of keep_f32 matches.*: dense/kernel"):
+        pair_of(ours.Optimizer, tx, keep_f32=("*kernal",))
+
+
 def test_abstract_optimizer():
-    model, optimizer = nnx.eval_shape(lambda: pair_of(ours.Optimizer, adamw(), dtype=jnp.bfloat16))
+    model, optimizer = nnx.eval_shape(lambda: pair_of(ours.Optimizer, adamw()))
     assert model.dense.kernel.dtype == jnp.bfloat16
     assert optimizer.opt_state.mu["dense"]["kernel"].dtype == jnp.int8
 
 
 def test_wrong_arguments_of_optimizer():
-    model, optimizer = pair_of(ours.Optimizer, adamw())
+    model, optimizer = pair_of(ours.Optimizer, adamw(), dtype=jnp.float32)
     with pytest.raises(TypeError, match="wrt"):
         ours.Optimizer(model, adamw())
     with pytest.raises(TypeError, match="grads"):
@@ -495,6 +576,9 @@ def test_trainers_get_our_optimizer_and_accumulation(monkeypatch):
     assert optimizer.opt_state.accumulated["kernel"].dtype == jnp.bfloat16
     refuse_update(monkeypatch)
     with ours.substitute():
+        f32 = Model()
+        nnx.Optimizer(f32, tx, wrt=nnx.Param)
+        assert f32.dense.kernel.dtype == jnp.float32  # the trainer's config says what it is
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     optimizer.update(model, nnx.state(model, nnx.Param))
 

@@ -86,8 +86,8 @@ def test_nnx_optimizer_of_a_sharded_model(cls, name):
     with jax.set_mesh(mesh):
         model = Model()
         assert model.up.kernel.sharding.spec == P("data", "model")
-        wanted = state_shardings(tx, as_pure(nnx.state(model, nnx.Param)))
         optimizer = cls(model, tx, wrt=nnx.Param)
+        wanted = state_shardings(tx, as_pure(nnx.state(model, nnx.Param)))
         all_lie(optimizer, wanted)
         losses = nnx_trained(model, optimizer)
         all_lie(optimizer, wanted)

@@ -62,6 +62,8 @@ def test_from_optax_as_init():
         checkpoint.from_optax(tx, state, masters())
     weights, _ = checkpoint.from_optax(tx, state, masters(), allow_rounding=True)
     assert weights["w"].dtype == jnp.bfloat16
+    kept, _ = checkpoint.from_optax(tx, state, masters(), keep_f32=("*",))
+    assert all(w.dtype == jnp.float32 for w in jax.tree.leaves(kept))
 
 
 def test_flax_as_init():

@@ -35,7 +35,7 @@ def of_a_run(rows: Rows) -> str:
 def _protocol(rows: Rows) -> str:
     for run in [r["run"] for r in rows if r["metric"] == "train_loss"][-1:]:
         steps = f"{run['steps']} steps, each of {run['batch']} x {run['sequence']} tokens"
-        return f"\nLosses and tokens/s: {steps} on all devices together.\n"
+        return f"\nTraining: {steps} on all devices together.\n"
     return ""
 
 
@@ -61,7 +61,9 @@ def _table(rows: Rows) -> str:
             *(of(n, impl, "device_bytes", unit=GIB) for impl in (OURS, OPTAX)),
             of(n, OURS, "train_peak_bytes", unit=GIB),
         ])  # fmt: skip
-    return markdown([f"{rows[0]['model']}, devices", *HEAD], body)
+    columns = zip([f"{rows[0]['model']}, devices", *HEAD], *body, strict=True)
+    head, *body = zip(*(column for column in columns if any(column[1:])), strict=True)
+    return markdown(list(head), list(map(list, body)))
 
 
 TABLES = {"fsdp": fsdp}

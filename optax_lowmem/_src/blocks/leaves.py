@@ -1,7 +1,6 @@
 """Properties of leaves from their paths: module, neighbours, orientation and stacked axes."""
 
 import dataclasses
-import fnmatch
 import math
 import re
 from collections import defaultdict
@@ -89,10 +88,6 @@ class ModuleLeaf:
         return bool(self.module_names[:-1]) and bool(
             words(self.module_names[-2]) & _ATTENTION_WORDS
         )
-
-    def matches(self, pattern: str) -> bool:
-        """Return whether a glob pattern matches the path."""
-        return fnmatch.fnmatchcase(self.path, pattern)
 
     def stack(self, axis: int, why: str) -> "ModuleLeaf":
         """Return the leaf with one more stacked axis."""

@@ -1,6 +1,7 @@
 """`infer` and `describe`: the block of each leaf, from rules or from Flax's names and shapes."""
 
 import dataclasses
+import fnmatch
 import math
 import warnings
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import optax
 
 from optax_lowmem._src.blocks.kinds import classify, is_embedding
 from optax_lowmem._src.blocks.leaves import Heads, Leaves, ModuleLeaf, leaves_of, whole
-from optax_lowmem._src.core import trees
+from optax_lowmem._src.core import patterns, trees
 from optax_lowmem._src.core.block import Block, is_int
 from optax_lowmem._src.core.hyperparameters import check_choice
 
@@ -63,18 +64,10 @@ def infer(
     """
     counts = _checked(heads, kv_heads, rules, default)
     leaves = leaves_of(params)
-    used: set[str] = set()
-    results = {
-        leaf.path: _block(leaf, leaves, counts, rules, default, used) for leaf in leaves.values()
-    }
-    unused = [pattern for pattern, _ in rules if pattern not in used]
-    if unused and leaves:  # a placeholder tree without leaves matches nothing
-        paths = ", ".join(list(leaves)[:3])
-        raise ValueError(
-            f"the rule '{unused[0]}' matches no leaf (paths are {paths}, ...): correct its glob "
-            "pattern or drop it."
-        )
-    return results
+    for pattern, _ in rules if leaves else ():  # a placeholder tree without leaves matches nothing
+        if error := patterns.unmatched(f"the rule '{pattern}'", pattern, list(leaves)):
+            raise ValueError(error)
+    return {leaf.path: _block(leaf, leaves, counts, rules, default) for leaf in leaves.values()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,13 +148,10 @@ def _block(
     counts: Heads,
     rules: Sequence[Rule],
     default: str,
-    used: set[str],
 ) -> Block:
-    matching = [rule for rule in rules if leaf.matches(rule[0])]
-    used.update(pattern for pattern, _ in matching)
-    if matching:
-        pattern, value = matching[0]
-        return _explicit(leaf, value, f"rule '{pattern}'")
+    for pattern, value in rules:
+        if fnmatch.fnmatchcase(leaf.path, pattern):
+            return _explicit(leaf, value, f"rule '{pattern}'")
     result = classify(leaf, leaves, counts)
     if isinstance(result, Block):
         return result.fit(leaf.shape, leaf.path)

@@ -12,6 +12,7 @@ from optax_lowmem._src.checkpoint import files
 from optax_lowmem._src.checkpoint.files import StrPath
 from optax_lowmem._src.core import numerics, trees
 from optax_lowmem._src.core.clean_weights import clean_params
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.step.masters import master_params
 
 _FORMATS = ("safetensors", "orbax")
@@ -50,8 +51,7 @@ def export(
     kind = jnp.dtype(dtype)
     if kind not in (jnp.float32, jnp.bfloat16):
         raise TypeError(f"weights are exported in float32 or bfloat16, not {kind}")
-    if format not in _FORMATS:
-        raise ValueError(f"format must be one of {_FORMATS}, got {format!r}")
+    check_choice("format", format, _FORMATS)
     names = _dotted(params)
     masters, params = master_params(params, state), clean_params(params, state)
     weights = jax.tree.map(lambda p, w: p if p.dtype == kind else _cast(w, kind), params, masters)

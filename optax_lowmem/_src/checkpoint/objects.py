@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Sharding
 
 from optax_lowmem._src.core import array_metadata
-from optax_lowmem._src.core.placement import replicated
+from optax_lowmem._src.core.sharding import replicated
 
 _FP8 = "_overwrite_with_gradient"  # Flax's collection
 

@@ -598,6 +598,7 @@ def from_optax(
     params: optax.Params,
     dtype: WeightDtype = jnp.bfloat16,
     *,
+    keep_f32: Sequence[str] = (),
     seed: ArrayLike | None = None,
     allow_rounding: bool = False,
 ) -> tuple[Any, Any]:
@@ -612,6 +613,7 @@ def from_optax(
       optax_state: the f32 state of the optax optimizer.
       params: its parameters.
       dtype: of the weights, as in `lowmem.init`.
+      keep_f32: as in `lowmem.init`.
       seed: of stochastic rounding, as in `lowmem.init`.
       allow_rounding: as in `lowmem.init`.
 
@@ -640,7 +642,9 @@ def from_optax(
       >>> int(state.count), state.mu["w"].dtype
       (1, dtype('int8'))
     """
-    weights, empty = init(tx, params, dtype, seed=seed, allow_rounding=allow_rounding)
+    weights, empty = init(
+        tx, params, dtype, keep_f32=keep_f32, seed=seed, allow_rounding=allow_rounding
+    )
     _, decisions = context.dry_run(tx, weights)
     return weights, _Converter(decisions, to_optax=False).walk(empty, optax_state)
 

@@ -23,7 +23,7 @@ from optax_lowmem._src.checkpoint.description import (
 )
 from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE, StrPath, open_manager
 from optax_lowmem._src.core import context, host, trees
-from optax_lowmem._src.core.placement import beside, replicated
+from optax_lowmem._src.core.sharding import replicated, state_sharding
 
 # ---- Orbax saves no arrays of size 0, no array without a name, no empty items --------------------
 
@@ -124,7 +124,9 @@ def _as_parameters(
         p = known.get(d.path)
         if p is not None and p.shape == d.shape:
             shape = d.codec.storage(d.shape, d.group_size).codes.shape
-            narrow[d.path, shape] = beside(d.path, d.shape, p.sharding, shape, (d.group_size,))
+            narrow[d.path, shape] = state_sharding(
+                d.path, d.shape, p.sharding, shape, (d.group_size,)
+            )
     results = []
     for path, leaf in trees.named_leaves(state):
         parts = path.split("/")

@@ -1,6 +1,7 @@
 """Codecs of optimizer slots, the formats of their scales, and splits of master weights."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -48,11 +49,6 @@ __all__ = [
 ]  # fmt: skip
 
 _FLOATS = (e4m3, e5m2, dynamic, expanded_e4m3, expanded_e5m2, expanded_dynamic)
-_BY_SIGN = (linear, linear_paper, linear4, *_FLOATS)
-_OF_ONE_SIGN = (
-    softsign, softsign_paper, softsign4, normal4, affine, affine_paper, sqrt, sqrt_paper, sqrt4,
-    log4,
-)  # fmt: skip
 CODECS: dict[str, GroupCodec] = {
     codec.name: codec
     for codec in (
@@ -62,12 +58,22 @@ CODECS: dict[str, GroupCodec] = {
         *(build(signed) for build in _FLOATS for signed in (True, False)),
     )
 }  # fmt: skip
+
+
+def _pairs() -> dict[str, tuple[GroupCodec, GroupCodec]]:
+    """Return the name of each codec's function -> its signed and its unsigned form, if any."""
+    forms: dict[str, list[GroupCodec]] = {}
+    for codec in CODECS.values():
+        name = re.sub("-u?int8|-u?int(?=4)", "", codec.name).replace("-", "_")
+        forms.setdefault(name, []).append(codec)
+    return {name: (codecs[0], codecs[-1]) for name, codecs in forms.items()}
+
+
 # short name -> the codecs of slots with and without negative values
 NAMES: dict[str, tuple[GroupCodec, GroupCodec]] = {
     "int8": (softsign(), sqrt()),
     "int4": (softsign4(), dataclasses.replace(linear4(signed=False), scale=softsign4().scale)),
-    **{build.__name__: (build(), build()) for build in _OF_ONE_SIGN},
-    **{build.__name__: (build(True), build(False)) for build in _BY_SIGN},
+    **_pairs(),
 }
 
 

@@ -15,8 +15,14 @@ from optax_lowmem._src.codecs import (
     decode_array,
     encode_array,
 )
-from optax_lowmem._src.core import explicit, random
+from optax_lowmem._src.core import random
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tiling
+from optax_lowmem._src.core.sharding import (
+    left_to_xla,
+    sharding_of,
+    sharding_of_values,
+    state_sharding,
+)
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
@@ -139,8 +145,11 @@ def encode(
     if chosen == "xla":
         # on Explicit axes, codes and scales are sharded as in an optimizer's state
         forms = codec.storage(x.shape, group_size)
-        shardings = tuple(explicit.of_state(slot, x, form.shape, group_size) for form in forms)
-        return explicit.left_to_xla(
+        shardings = tuple(
+            state_sharding(slot, x.shape, sharding_of(x), form.shape, (group_size,))
+            for form in forms
+        )
+        return left_to_xla(
             lambda x, key: encode_plain(codec, x, group_size, key, slot), shardings, x, key
         )
     from optax_lowmem._src.codecs import group_codec_triton
@@ -193,9 +202,9 @@ def decode(
     length = check_stored(codec, codes, scales, group_size, length)
     chosen = _choose(codec, codes, group_size, implementation)
     if chosen == "xla":
-        return explicit.left_to_xla(
+        return left_to_xla(
             lambda codes, scales: decode_array(codec, codes, scales, group_size, length),
-            explicit.of_values(codes, length), codes, scales,
+            sharding_of_values(codes, length), codes, scales,
         )  # fmt: skip
     from optax_lowmem._src.codecs import group_codec_triton
 

@@ -17,7 +17,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import trees
-from optax_lowmem._src.core.placement import Placement
+from optax_lowmem._src.core.sharding import Placement
 from optax_lowmem._src.core.typing import T
 
 

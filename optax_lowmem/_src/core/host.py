@@ -1,9 +1,10 @@
 """Arrays in host memory: one per layer, and whether there is room for them."""
 
+import collections
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 PINNED = "pinned_host"
+Item = TypeVar("Item")
+_AHEAD = 2  # stages that are dispatched and have not ended
 _GIB = 2**30
 _LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _DEFAULT_LIMIT = 64  # XLA's
@@ -72,11 +75,31 @@ def stacked_shapes(tree: Any) -> Any:
 
 def is_on_host(x: Any) -> bool:
     """Return whether an array is in another memory than that of its device."""
+    if isinstance(x, jax.core.Tracer):
+        return jax.typeof(x).memory_space == jax.memory.Space.Host
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, Sharding):
         return False
+    return sharding.memory_kind not in (None, _default_kind(sharding))
+
+
+def _default_kind(sharding: Sharding) -> str:
     device: Any = next(iter(sharding.device_set))
-    return sharding.memory_kind not in (None, device.default_memory().kind)
+    return str(device.default_memory().kind)
+
+
+def brought(tree: Any) -> Any:
+    """Copy the arrays that are in host memory to their devices."""
+
+    def place(x: jax.Array) -> Sharding:
+        return x.sharding.with_memory_kind(_default_kind(x.sharding))
+
+    return jax.device_put(tree, jax.tree.map(place, tree))
+
+
+def put_back(tree: Any, before: Any) -> Any:
+    """Copy arrays to where those of another tree are."""
+    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding, before))
 
 
 def copied(tree: Any, sharding: Sharding) -> Any:
@@ -98,6 +121,43 @@ def device_of(tree: Any) -> jax.Device:
             f"{len(devices)}: shard the state over them instead (sharding.state_shardings)."
         )
     return devices.pop() if devices else jax.local_devices()[0]
+
+
+# ---- work that is dispatched ahead ---------------------------------------------------------------
+
+
+class RunAhead:
+    """Bounds the number of stages that are dispatched and have not ended.
+
+    Memory of the device is allocated when work is dispatched, not when it runs.
+    """
+
+    def __init__(self) -> None:
+        self._stages: collections.deque[Any] = collections.deque()
+
+    def add(self, results: Any, consumed: Any = ()) -> None:
+        """Wait for the stage before the one that was just dispatched.
+
+        Args:
+          results: arrays that the new stage makes, and that no other takes the place of.
+          consumed: arrays to delete when it has ended.
+        """
+        self._stages.append((results, consumed))
+        if len(self._stages) == _AHEAD:
+            results, consumed = self._stages.popleft()
+            jax.block_until_ready(results)
+            for x in jax.tree.leaves(consumed):
+                x.delete()
+
+
+def ahead(items: Iterable[Item], bring: Callable[[Item], Any]) -> Iterator[Any]:
+    """Yield bring(item) for each item, called while the one before is in use."""
+    coming: collections.deque[Any] = collections.deque()
+    for item in items:
+        coming.append(bring(item))
+        if len(coming) == _AHEAD:
+            yield coming.popleft()
+    yield from coming
 
 
 # ---- room ----------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from jax.typing import ArrayLike
 from optax_lowmem._src.core.compiled import compiled
 
 
-def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+def check_choice(name: str, value: object, choices: Iterable[str | None]) -> None:
     """Raise unless an option has one of these values."""
     choices = tuple(choices)
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 def check_range(name: str, value: object, low: float, high: float = math.inf) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from optax_lowmem._src.core import derivative, numerics
+from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Recipe
@@ -75,7 +75,7 @@ def _gated(gate: _Gate, *given: jax.Array) -> Coded:
     return _coded(gate, False, *given)[0]
 
 
-@partial(derivative.first_order_only, static=2)
+@partial(numerics.first_order_only, static=2)
 def _coded(gate: _Gate, keep: bool, *given: jax.Array) -> tuple[Coded, Any]:
     """Return the quantized product, and the residuals of the backward pass if `keep` is set."""
     size, exact = gate.recipe.group_size, gate.recipe.exact
@@ -90,7 +90,7 @@ def _coded(gate: _Gate, keep: bool, *given: jax.Array) -> tuple[Coded, Any]:
     return Coded(h.astype(given[0].dtype), codes), stored
 
 
-@derivative.first_order_only
+@numerics.first_order_only
 def _gradients(gate: _Gate, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     values = [kernels.restore(one, gate.recipe.group_size) for one in saved]
     pull = jax.vjp(partial(_value, gate), *values)[1]

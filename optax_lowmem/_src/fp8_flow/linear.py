@@ -10,8 +10,9 @@ from jax import lax
 from jax.lax import PrecisionLike
 
 from optax_lowmem._src import quantized_matmul as matmul
-from optax_lowmem._src.core import derivative, explicit, varying
+from optax_lowmem._src.core import numerics, varying
 from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core.sharding import sharding_of
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.kernels import Transposed
 from optax_lowmem._src.fp8_flow.storage import (
@@ -311,14 +312,14 @@ def _for_gradient(recipe: Recipe, x: Coded, kernel: jax.Array) -> Quantized | Tr
     return Transposed(x.transposed, codes.scales)
 
 
-@partial(derivative.first_order_only, static=0)
+@partial(numerics.first_order_only, static=0)
 def _quantized(x: jax.Array) -> tuple[Quantized, jax.Array]:
     """Quantize x; return its codes and its largest magnitude."""
     absmax = matmul.absmax_of(x, None)
     return kernels.quantized(x, absmax), absmax
 
 
-@derivative.first_order_only
+@numerics.first_order_only
 def _product(
     dtype: jnp.dtype, codes: Quantized, kernel: jax.Array, absmax: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -329,18 +330,18 @@ def _product(
     return multiply(codes, transposed, 1, dtype), absmax, transposed.scales
 
 
-@derivative.first_order_only
+@numerics.first_order_only
 def _product_of_codes(dtype: jnp.dtype, codes: Quantized, transposed: Quantized) -> jax.Array:
     return multiply(codes, transposed, 1, dtype)
 
 
-@derivative.first_order_only
+@numerics.first_order_only
 def _gradients(
     static: _Linear, kept: Any, kernel: jax.Array, of_kernel: _Scaled | Quantized, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     recipe = static.recipe
-    of_x, like_w = kept if isinstance(kept, _CODES) else None, explicit.sharding_of(kernel)
-    like_x = explicit.sharding_of(jax.tree.leaves(kept)[0])
+    of_x, like_w = kept if isinstance(kept, _CODES) else None, sharding_of(kernel)
+    like_x = sharding_of(jax.tree.leaves(kept)[0])
     largest = matmul.absmax_of(g, None)
     if isinstance(of_kernel, _Scaled):
         # otherwise XLA would keep the kernel's codes from the forward pass until here

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from optax_lowmem._src.core import derivative, numerics
+from optax_lowmem._src.core import numerics
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.kernels import Grouped
 from optax_lowmem._src.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Recipe
@@ -162,12 +162,12 @@ def _forward(norm: _Norm, x: jax.Array, *weights: jax.Array | None) -> tuple[Cod
     return y, (stored, *weights)
 
 
-@partial(derivative.first_order_only, static=2)
+@partial(numerics.first_order_only, static=2)
 def _coded(norm: _Norm, keep: bool, x: jax.Array, *weights: Any) -> tuple[Coded, Any]:
     return _layer_coded(norm, x, *weights) if norm.centred else _rms_coded(norm, keep, x, *weights)
 
 
-@derivative.first_order_only
+@numerics.first_order_only
 def _gradients(norm: _Norm, saved: Any, g: jax.Array) -> Any:
     stored, *weights = saved
     x = kernels.restore(stored, norm.recipe.group_size)

@@ -18,9 +18,9 @@ from jax.lax import PrecisionLike
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from optax_lowmem._src.core import derivative, explicit, varying
+from optax_lowmem._src.core import numerics, varying
 from optax_lowmem._src.core.hyperparameters import check_choice
-from optax_lowmem._src.core.placement import axes_of
+from optax_lowmem._src.core.sharding import axes_of, reshard
 from optax_lowmem._src.losses.products import (
     FP8,
     FP8_INPUTS,
@@ -294,7 +294,7 @@ class _Layout:
 
     def _reshard(self, x: jax.Array, spec: P) -> jax.Array:
         sharding = jax.sharding.NamedSharding(self.mesh, spec) if self.explicit else None
-        return explicit.reshard(x, sharding)
+        return reshard(x, sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -490,7 +490,7 @@ def _refuse(loss: _Loss, *more: Any) -> Any:
     )
 
 
-_sweep_once = derivative.first_order_only(_of_devices, static=2, refuse=_refuse)
+_sweep_once = numerics.first_order_only(_of_devices, static=2, refuse=_refuse)
 
 
 def _of_mesh(loss: _Loss, wanted: _Wanted, *given: Any) -> Gradients:

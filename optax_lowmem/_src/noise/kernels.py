@@ -15,7 +15,14 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.codecs import split_of
-from optax_lowmem._src.core import context, explicit, numerics, random
+from optax_lowmem._src.core import context, numerics, random
+from optax_lowmem._src.core.sharding import (
+    left_to_xla,
+    on_each_device,
+    placement_of,
+    reshard_like,
+    sharding_of,
+)
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.along_axes import (
     Cut,
@@ -176,12 +183,12 @@ def _on_shards(
     first = arrays[0]
     assert first is not None
     place = context.placement(path) if path is not None else None
-    place = place or explicit.placement_of(path or "a sampled weight", first)
+    place = place or placement_of(path or "a sampled weight", first)
     if place is None or any(  # a block is on two devices
         place.parts(d) > 1 and first.shape[d] // place.parts(d) % SIDE for d in (-2, -1)
     ):
-        shardings = (explicit.sharding_of(first), None) if results == 2 else None
-        return explicit.left_to_xla(run, shardings, *arrays, key)
+        shardings = (sharding_of(first), None) if results == 2 else None
+        return left_to_xla(run, shardings, *arrays, key)
     local, of_part = place.local(first.shape), place
     sizes = [*local[:-2], local[-2] // EIGHT, local[-1]]
 
@@ -190,7 +197,7 @@ def _on_shards(
         return run(*parts, random.key_of_part(whole_key, *of_part.starts(sizes)))
 
     spec = place.spec
-    return explicit.on_each_device(
+    return on_each_device(
         on_a_device, place.mesh, bool(place.mesh.explicit_axes),
         (*(None if x is None else spec for x in arrays), PartitionSpec()),
         spec if results == 1 else (spec,) * results,
@@ -274,7 +281,7 @@ def sample(
         )
 
     results: tuple[jax.Array, jax.Array] = _on_shards(run, path, [w, correction, factor], key, 2)
-    return explicit.reshard_like(results, (w, factor))
+    return reshard_like(results, (w, factor))
 
 
 def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = None) -> jax.Array:

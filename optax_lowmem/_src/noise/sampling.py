@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_lowmem._src.core import explicit, numerics, random
+from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core.sharding import reshard_like
 from optax_lowmem._src.noise import distributions, formats, kernels
 from optax_lowmem._src.noise.distributions import EIGHT, Noise
 from optax_lowmem._src.noise.formats import Format
@@ -272,4 +273,4 @@ def bits_gradient(
       path: path of the leaf, to find its sharding in `lowmem.step`.
     """
     sums = kernels.noise_sums(g, key, noise, path)
-    return jnp.float32(-math.log(2)) * scale * explicit.reshard_like(sums, scale)
+    return jnp.float32(-math.log(2)) * scale * reshard_like(sums, scale)

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range, complement
+from optax_lowmem._src.core.hyperparameters import (
+    Formula,
+    as_f32,
+    check_choice,
+    check_range,
+    complement,
+)
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
@@ -99,8 +105,7 @@ def scale_by_flash_lion(
       >>> import optax, optax_lowmem as lowmem
       >>> tx = optax.chain(lowmem.scale_by_flash_lion(), optax.scale(-1e-4))
     """
-    if mode not in _MODES:
-        raise ValueError(f"mode must be one of {_MODES}, got {mode!r}")
+    check_choice("mode", mode, _MODES)
     if isinstance(smooth_beta, bool) or not isinstance(smooth_beta, int | float):
         raise TypeError(
             f"smooth_beta must be a number known when tracing, got {smooth_beta!r}. Inside "

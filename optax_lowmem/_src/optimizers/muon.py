@@ -16,6 +16,7 @@ from optax_lowmem._src.core.hyperparameters import (
     Formula,
     as_f32,
     bias_correction,
+    check_choice,
     check_range,
     complement,
     following,
@@ -310,8 +311,9 @@ def flash_muon(
     Numerics: with f32 products and moments the steps equal optax's up to rounding. int8 momentum
     changes directions by about 0.1 of their norm and bf16 products by 0.05, since the iterations
     amplify rounding errors where singular values are small. A matrix with one side twice the
-    other or more is iterated on the Gram matrix of its short side, and multiplied once every two or
-    three iterations. A NaN or infinity in a matrix makes that matrix NaN, and no other.
+    other or more is iterated on the Gram matrix of its short side and multiplied once (with
+    `polar_express`, or more than five iterations, once per two or three of them). A NaN or infinity
+    in a matrix makes that matrix NaN, and no other.
 
     Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes for matrices, 5.19 for other leaves. A step
     also needs room for one stack of matrices of equal shape, of up to 2^23 elements (or one larger
@@ -332,8 +334,7 @@ def flash_muon(
       States, 2025 (8-bit momentum); Amsel et al., The Polar Express, 2025 (coefficients);
       Boissin et al., Turbo-Muon, 2025 (four iterations).
     """
-    if preconditioning not in PRECONDITIONINGS:
-        raise ValueError(f"preconditioning must be one of {PRECONDITIONINGS}: {preconditioning!r}")
+    check_choice("preconditioning", preconditioning, PRECONDITIONINGS)
     check_range("beta", beta, 0.0, 1.0)
     check_range("adam_weight_decay", adam_weight_decay, 0.0)
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 Coefficients = tuple[tuple[float, float, float], ...]  # a, b, c of each iteration
 
@@ -42,9 +43,10 @@ PRESETS: dict[str, Sequence[float] | Sequence[Sequence[float]]] = {
 }
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 _LONG = 2  # ratio of the sides from which iterations on the Gram matrix take less time on a GPU
-# Iterations on one Gram matrix multiply small singular values by at most this. Its rounding errors
-# grow along: without such a limit singular values come out as large as 30.
-_GROWTH = 64
+# Rounding errors of the Gram matrix grow with small singular values. All iterations use one if they
+# multiply these by at most the first number (`standard`: 485, `dion`: 494), else each as many as
+# multiply them by at most the second.
+_GROWTH, _GROWTH_OF_SEGMENT = 512, 64
 _SMALLEST = 1e-8  # lower bound of the divisors of 'aol' and 'schatten', as in optax
 
 
@@ -54,9 +56,8 @@ def polar_factors(
     """Approximate U V^T of each X = U S V^T by iterating f(X) = a X + (b A + c A^2) X, A = X X^T.
 
     For tall matrices A is X^T X, which is smaller, and f(X) = a X + X (b A + c A^2); no matrix is
-    transposed. Matrices with one side at least `_LONG` times the other are multiplied only once
-    per two or three iterations: f(X) = P X with P = a I + b A + c A^2, so the next A is P A P, and
-    products of P accumulate on the short side.
+    transposed. Matrices with one side at least `_LONG` times the other are iterated on A and
+    multiplied once.
 
     Args:
       stack: [matrices, rows, columns]; products are computed in this dtype.
@@ -64,83 +65,121 @@ def polar_factors(
       preconditioning: one of `PRECONDITIONINGS`: how singular values are bounded beforehand.
       eps: added to the norm by which `frobenius` and `spectral` divide a matrix.
     """
-    x, gram = stack, None
-    if preconditioning in ("frobenius", "spectral"):
-        wide = stack.astype(jnp.float32)
-        order = "fro" if preconditioning == "frobenius" else 2
-        norm = jnp.linalg.norm(wide, ord=order, axis=(1, 2), keepdims=True)
-        x = (wide / (norm + eps)).astype(stack.dtype)
-    else:
-        x, gram = _rescaled(x, _gram(x), preconditioning)
-    short, long = sorted(x.shape[1:])
-    if long >= _LONG * max(short, 1):
-        for segment in _segments(coefficients):
-            x, gram = _multiplied_once(x, _gram(x) if gram is None else gram, segment), None
+    x, (short, long) = stack, sorted(stack.shape[1:])
+    if long >= _LONG * max(short, 1) and all(a for a, _, _ in coefficients):
+        for i, segment in enumerate(_segments(coefficients)):
+            gram = _gram(x, jnp.float32)
+            scale = jnp.ones((1, 1, 1)) if i else _scale(x, gram, preconditioning, eps)
+            x = _multiplied_once(x, gram, scale, segment)
         return x
-    rows = jnp.asarray(coefficients, stack.dtype)
-    if gram is not None:
-        x, rows = _iterated(x, gram, rows[0]), rows[1:]
+    known = _gram(x, jnp.float32) if preconditioning in ("aol", "schatten") else None
+    scale = _scale(x, known, preconditioning, eps)
+    x = (x.astype(jnp.float32) * (scale.mT if _is_tall(x) else scale)).astype(x.dtype)
+    rows = jnp.asarray(coefficients, jnp.float32)
+    if known is not None:
+        x, rows = _iterated(x, (known * (scale * scale.mT)).astype(x.dtype), rows[0]), rows[1:]
     # a loop frees the intermediates of each iteration
     return lax.fori_loop(0, len(rows), lambda i, x: _iterated(x, _gram(x), rows[i]), x)
 
 
 def _segments(coefficients: Coefficients) -> list[Coefficients]:
     """Divide iterations into segments, each of which starts from a new Gram matrix."""
+    factors = [abs(a) for a, _, _ in coefficients]
+    if math.prod(factors) <= _GROWTH:
+        return [coefficients]
     segments: list[Coefficients] = []
     growth = math.inf
-    for row in coefficients:
-        growth *= abs(row[0])
-        if growth > _GROWTH:
-            segments, growth = [*segments, ()], abs(row[0])
+    for row, factor in zip(coefficients, factors, strict=True):
+        growth *= factor
+        if growth > _GROWTH_OF_SEGMENT:
+            segments, growth = [*segments, ()], factor
         segments[-1] += (row,)
     return segments
 
 
-def _multiplied_once(x: jax.Array, gram: jax.Array, coefficients: Coefficients) -> jax.Array:
-    """Return the result of several iterations, which multiply x once."""
+def _multiplied_once(
+    x: jax.Array, gram: jax.Array, scale: jax.Array, coefficients: Coefficients
+) -> jax.Array:
+    """Return the result of several iterations on the Gram matrix, which multiply x once.
 
-    def times(one: jax.Array, other: jax.Array) -> jax.Array:
+    With B = (b A + c A^2) / a, an iteration turns X into a (I + B) X and A into
+    a^2 (I + B) A (I + B)^T. These are sums of f32 matrices with products of rounded ones, so that
+    rounding hardly changes small singular values; `coefficients` of B absorb the factors a.
+
+    Args:
+      x: [matrices, rows, columns].
+      gram: its Gram matrix, f32.
+      scale: the factor of each row of x, or column if it is tall, beforehand: f32 [., short, 1] or
+        [., 1, 1].
+      coefficients: (a, b, c) of each iteration; a is not 0.
+    """
+
+    def plus(total: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
         pair = one.astype(x.dtype), other.astype(x.dtype)
-        return jnp.matmul(*pair, preferred_element_type=jnp.float32)
+        return total + jnp.matmul(*pair, preferred_element_type=jnp.float32)
 
-    gram, total = gram.astype(jnp.float32), None
-    identity = jnp.eye(gram.shape[-1])[None]
+    gram, total, growth = gram * (scale * scale.mT), _identity(gram), 1.0
     for i, (a, b, c) in enumerate(coefficients):
-        factor = a * identity + b * gram + c * times(gram, gram)
-        total = factor if total is None else times(factor, total)
+        narrow = gram.astype(x.dtype)
+        factor = narrow @ _linear(gram, b / a * growth**2, c / a * growth**4).astype(x.dtype)
         if i + 1 < len(coefficients):
-            gram = times(times(factor, gram), factor)
-    assert total is not None
-    return (times(x, total) if _is_tall(x) else times(total, x)).astype(x.dtype)
+            gram = plus(gram, narrow, factor.mT)
+            gram = plus(gram, factor, gram)
+            # XLA would join both products with the factor, and copy their operands for that
+            gram, factor = lax.optimization_barrier((gram, factor))
+        total = plus(total, factor, total) if i else total + factor
+        growth *= a
+    total = (total * (growth * scale.mT)).astype(x.dtype)
+    return x @ total.mT if _is_tall(x) else total @ x
+
+
+def _linear(gram: jax.Array, b: jax.Array | float, c: jax.Array | float) -> jax.Array:
+    """Return b I + c A, f32."""
+    return b * _identity(gram) + c * gram.astype(jnp.float32)
+
+
+def _identity(gram: jax.Array) -> jax.Array:
+    return jnp.eye(gram.shape[-1])[None]
 
 
 def _is_tall(x: jax.Array) -> bool:
     return x.shape[1] > x.shape[2]
 
 
-def _gram(x: jax.Array) -> jax.Array:
+def _gram(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Return X X^T, or X^T X for matrices with more rows than columns."""
-    return x.mT @ x if _is_tall(x) else x @ x.mT
+    pair = (x.mT, x) if _is_tall(x) else (x, x.mT)
+    return jnp.matmul(*pair, preferred_element_type=dtype)
 
 
 def _iterated(x: jax.Array, gram: jax.Array, row: jax.Array) -> jax.Array:
     """Return a x + (b A + c A^2) x for A = x x^T, or a x + x (b A + c A^2) for A = x^T x."""
     a, b, c = row
-    factor = b * gram + c * (gram @ gram)
-    return a * x + (x @ factor if _is_tall(x) else factor @ x)
+    factor = gram @ _linear(gram, b, c).astype(x.dtype)
+    return (a * x).astype(x.dtype) + (x @ factor if _is_tall(x) else factor @ x)
 
 
-def _rescaled(x: jax.Array, gram: jax.Array, preconditioning: str) -> tuple[jax.Array, jax.Array]:
-    """Scale x and its Gram matrix so that the singular values are at most about 1."""
-    wide = gram.astype(jnp.float32)
-    if preconditioning == "aol":  # one factor per row, from the sum of |elements| in A
-        size = jnp.sum(jnp.abs(wide), axis=-1, keepdims=True)
-        scale = jax.lax.rsqrt(jnp.maximum(size, _SMALLEST))
-        squared = scale * scale.mT
-    else:  # one factor per matrix: |A|_F is the root of the sum of 4th powers of singular values
-        size = jnp.linalg.norm(wide, ord="fro", axis=(1, 2), keepdims=True)
-        scale = jax.lax.rsqrt(jnp.maximum(size, _SMALLEST))
-        squared = scale * scale
-    of_x = scale.mT if _is_tall(x) else scale
-    scaled = (x.astype(jnp.float32) * of_x).astype(x.dtype)
-    return scaled, (wide * squared).astype(x.dtype)
+def _scale(x: jax.Array, gram: jax.Array | None, preconditioning: str, eps: jax.Array) -> jax.Array:
+    """Return the factor with which singular values are at most about 1, f32.
+
+    It is [matrices, short side, 1] for 'aol', else [matrices, 1, 1].
+
+    Args:
+      x: [matrices, rows, columns].
+      gram: its Gram matrix, f32; None for 'frobenius' and 'spectral' computes their norms from x.
+      preconditioning: one of `PRECONDITIONINGS`.
+      eps: added to the norms of 'frobenius' and 'spectral'.
+    """
+    if preconditioning in ("aol", "schatten"):
+        assert gram is not None
+        if preconditioning == "aol":  # one factor per row, from the sum of |elements| in A
+            size = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
+        else:  # |A|_F is the root of the sum of 4th powers of singular values
+            size = jnp.linalg.norm(gram, ord="fro", axis=(1, 2), keepdims=True)
+        return lax.rsqrt(jnp.maximum(size, _SMALLEST))
+    if preconditioning == "frobenius" and gram is not None:
+        norm = jnp.sqrt(jnp.trace(gram, axis1=1, axis2=2))[:, None, None]
+    else:
+        order = "fro" if preconditioning == "frobenius" else 2
+        norm = jnp.linalg.norm(x.astype(jnp.float32), ord=order, axis=(1, 2), keepdims=True)
+    return 1 / (norm + eps)

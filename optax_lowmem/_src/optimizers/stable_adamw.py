@@ -73,10 +73,10 @@ def stable_adamw(
 
     .. math::
       v_t = b_1 v_{t-1} + (1-b_1) g_t, \quad u_t = b_2 u_{t-1} + (1-b_2) g_t^2, \quad
-      \mathrm{RMS}_t = \sqrt{\mathrm{E}[g_t^2 / \max(\hat u_t, \epsilon^2)]}, \\
+      \mathrm{RMS}_t = \sqrt{\mathrm{E}\left[g_t^2 / \max(\hat u_t, \epsilon^2)\right]}, \\
       \eta_t = \alpha_t / \max(1, \mathrm{RMS}_t / d), \quad
       \theta_t = \theta_{t-1} - \eta_t \lambda \theta_{t-1} -
-      \eta_t \hat v_t / (\sqrt{\hat u_t} + \epsilon)
+      \eta_t \hat v_t / \left(\sqrt{\hat u_t} + \epsilon\right)
 
     (Wortsman et al., Algorithm 2 and appendix F.2), with the mean E over each tensor. As in
     `flash_adamw`, moments are 8-bit and master weights are split; clipping precedes the split.

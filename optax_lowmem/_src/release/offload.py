@@ -5,10 +5,9 @@ products of another. A stage is dispatched when the one two before it has ended,
 dispatched further ahead would need memory too early.
 """
 
-import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +25,6 @@ from optax_lowmem._src.step import LeafPlan
 from optax_lowmem._src.step.state import Row, from_row, stored_fields, to_row
 from optax_lowmem._src.wrappers.accumulate import micro_batches_of
 from optax_lowmem._src.wrappers.chain import clipping_factor
-
-_AHEAD = 2  # stages that are dispatched and have not ended
-Item = TypeVar("Item")
 
 # ---- the state -----------------------------------------------------------------------------------
 
@@ -293,37 +289,6 @@ class Offloaded:
         return loss, *run.result(params, state)
 
 
-class RunAhead:
-    """Bounds the number of stages that are dispatched and have not ended."""
-
-    def __init__(self) -> None:
-        self._stages: collections.deque[Any] = collections.deque()
-
-    def add(self, results: Any, consumed: Any = ()) -> None:
-        """Wait for the stage before the one that was just dispatched.
-
-        Args:
-          results: arrays that the new stage makes, and that no other takes the place of.
-          consumed: arrays to delete when it has ended.
-        """
-        self._stages.append((results, consumed))
-        if len(self._stages) == _AHEAD:
-            results, consumed = self._stages.popleft()
-            jax.block_until_ready(results)
-            for x in jax.tree.leaves(consumed):
-                x.delete()
-
-
-def _ahead(items: Iterable[Item], bring: Callable[[Item], Any]) -> Iterator[Any]:
-    """Yield bring(item) for each item, called while the one before is in use."""
-    coming: collections.deque[Any] = collections.deque()
-    for item in items:
-        coming.append(bring(item))
-        if len(coming) == _AHEAD:
-            yield coming.popleft()
-    yield from coming
-
-
 class Run:
     """A step under way.
 
@@ -358,7 +323,7 @@ class Run:
         self.sums: dict[Any, Any] = {}
         self.squares: list[jax.Array] = []
         self.factor: jax.Array | None = None
-        self.running, self.leaving = RunAhead(), RunAhead()
+        self.running, self.leaving = host.RunAhead(), host.RunAhead()
 
     def check_room(self, at_once: int, micro_batches: int) -> None:
         """Raise MemoryError if host memory is too small for inputs and gradients."""
@@ -420,8 +385,8 @@ class Run:
         """Return the losses, and pass the gradients of each stage to `use`."""
         programs, stacks = self.programs, list(self.plans.parts.stacks)
         order = [(at, m) for at in reversed(range(len(self.inputs))) for m in range(len(batches))]
-        inputs = _ahead(order, lambda at: self.input(*at, keep=use == self.square))
-        coming = _ahead(reversed(self.layers), lambda key: self.arriving(key, use))
+        inputs = host.ahead(order, lambda at: self.input(*at, keep=use == self.square))
+        coming = host.ahead(reversed(self.layers), lambda key: self.arriving(key, use))
         losses, dxs = [], []
         total: Any = None
         for batch in batches:
@@ -430,21 +395,21 @@ class Run:
             dxs.append(dx)
             self.running.add(dx)
         self.finish_rest(-1, total, use)
-        of_rest = None
-        for (path, i), arrived in zip(reversed(self.layers), coming, strict=True):
-            weights, total = self.layer(path, i), None
+        of_rest = total = None  # names that are not needed any more would hold memory
+        for path, i in reversed(self.layers):
+            arrived, weights = next(coming), self.layer(path, i)
             for m, batch in enumerate(batches):
                 total, dxs[m] = programs.back(
                     path, weights, self.rest, next(inputs), dxs[m], batch, total
                 )
                 self.running.add(dxs[m])
-            gradients, more = total
-            of_rest = programs.add(of_rest, more) if of_rest else more
-            use((path, i), gradients, arrived, weights)
+            of_rest = programs.add(of_rest, total[1]) if of_rest else total[1]
+            use((path, i), total[0], arrived, weights)
+            del arrived, weights
+            total = None
             if i == 0:
                 self.finish_rest(1 + stacks.index(path), of_rest, use)
                 of_rest = None
-        total = None
         for dx, batch in zip(dxs, batches, strict=True):
             total = programs.back_first(self.rest, dx, batch, total)
         self.finish_rest(0, total, use)
@@ -491,7 +456,7 @@ class Run:
         for i, leaf in zip(indices, leaves, strict=True):
             self.weights[i] = leaf
         before = self.rows(key)
-        rows = jax.device_put(rows, jax.tree.map(lambda x: x.sharding, before))
+        rows = host.put_back(rows, before)
         for i, row in zip(indices, rows, strict=True):
             for name, x in row.items():
                 if layer is None:

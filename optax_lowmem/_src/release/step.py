@@ -10,7 +10,8 @@ import optax
 from jax import lax
 
 from optax_lowmem._src.core import context, trees, varying
-from optax_lowmem._src.core.placement import placements
+from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core.sharding import placements
 from optax_lowmem._src.release import stages
 from optax_lowmem._src.release.model import Layered, LayerFunction, Parts, Stack, map_x
 from optax_lowmem._src.release.offload import Offloaded
@@ -252,10 +253,7 @@ def train_step(
         )
     if each_gradient is not None and not callable(each_gradient):
         raise TypeError(f"each_gradient must be a function of an array, got {each_gradient!r}")
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
-        )
+    check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
     limit = None if clip_layer_norm is None else optax.clip_by_global_norm(clip_layer_norm)
     if limit is not None and optimizer.clip is not None:
         raise ValueError("clip_layer_norm and a chain with clip_by_global_norm: leave out one.")

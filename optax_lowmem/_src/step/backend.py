@@ -10,12 +10,11 @@ import jax
 
 from optax_lowmem._src.core import context
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
-from optax_lowmem._src.core.placement import Placement
+from optax_lowmem._src.core.sharding import Placement
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
-from optax_lowmem._src.step import on_mesh, tuning, xla
+from optax_lowmem._src.step import gpu, on_mesh, tuning, xla
 from optax_lowmem._src.step.batch import LeafBatch, Result
-from optax_lowmem._src.step.gpu import launches
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
 
@@ -37,7 +36,7 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         from optax_lowmem._src.step.tpu import pallas_tpu
 
         return pallas_tpu.unsupported(rule, plan)
-    return launches.unsupported(kernel, rule, plan)
+    return gpu.unsupported(kernel, rule, plan)
 
 
 def choose(
@@ -120,32 +119,27 @@ def fused_updates(
             name, _ = choose(rule, plan, batch.implementation, g)
             chosen.setdefault(name, []).append(i)
     for name, indices in chosen.items():
-        result = _step(name, rule, batch.take(indices), tuned)
+        part = batch.take(indices)
+        if name == "xla":
+            result = xla.step(rule, part)
+        elif name == _TPU:
+            from optax_lowmem._src.step.tpu import pallas_tpu
+
+            result = pallas_tpu.step(rule, part, tuned)
+        else:
+            result = gpu.step(name, rule, part, tuned)
         results.update(zip(indices, result, strict=True))
-    return [results[i] for i in range(len(batch))]
-
-
-def _step(
-    name: str, rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None
-) -> list[Result]:
-    """Step parameters with one implementation."""
-    if name == "xla":
-        return xla.step(rule, batch)
-    if name == _TPU:
-        from optax_lowmem._src.step.tpu import pallas_tpu
-
-        return pallas_tpu.step(rule, batch, tuned)
-    return launches.step(name, rule, batch, tuned)
+    return [results[i] for i in range(len(batch.plans))]
 
 
 def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
     """Return the shardings of the parameters whose shards a kernel can step, by index."""
     if batch.implementation == "xla":
         return {}
-    gpu = platform.no_device_reason() is None
+    on_gpu = platform.no_device_reason() is None
     asks_tpu = batch.implementation == _TPU
     may_be_tpu = asks_tpu or any(map(platform.may_be_tpu, batch.gradients))
-    if not gpu and not context.step_arguments().placements and not may_be_tpu:
+    if not on_gpu and not context.step_arguments().placements and not may_be_tpu:
         return {}
     rows = zip(batch.plans, batch.states, batch.gradients, strict=True)
     places = {i: on_mesh.place_of(*row) for i, row in enumerate(rows)}
@@ -155,7 +149,7 @@ def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
         if place is not None
         and on_mesh.unsupported(batch.plans[i], place) is None
         and (
-            (gpu and rule.prepares != "blocks")  # there XLA computes the means of blocks
+            (on_gpu and rule.prepares != "blocks")  # there XLA computes the means of blocks
             or asks_tpu
             or platform.may_be_tpu(batch.gradients[i], place.mesh)
         )

@@ -78,9 +78,6 @@ class LeafBatch:
     blockwise: list[LeafState] = dataclasses.field(default_factory=list)
     blockwise_keys: jax.Array | None = None
 
-    def __len__(self) -> int:
-        return len(self.plans)
-
     def leaf(self, i: int) -> Leaf:
         """Return the arrays of an entry."""
         of_block = self.operands[i].get(OF_BLOCK)
@@ -95,24 +92,24 @@ class LeafBatch:
         """Select entries by index; the keys of all entries are kept."""
         names = ["gradients", "weights", "states", "operands"]
         names += ["blockwise"] if self.blockwise else []
-        columns = {name: [getattr(self, name)[i] for i in indices] for name in names}
+        columns: dict[str, Any] = {
+            name: [getattr(self, name)[i] for i in indices] for name in names
+        }
         plans, numbers = zip(*((self.plans[i], self.numbers[i]) for i in indices), strict=True)
-        return self.replace(plans=plans, numbers=numbers, **columns)
+        return dataclasses.replace(self, plans=plans, numbers=numbers, **columns)
 
     def with_keys_in_order(self) -> "LeafBatch":
         """Drop the keys of other entries, so that entry i has key i."""
-        order = tuple(range(len(self)))
-        if self.numbers == order and len(self.keys) == len(self):
+        order = tuple(range(len(self.plans)))
+        if self.numbers == order and len(self.keys) == len(order):
             return self
         places = jnp.asarray(self.numbers)
         blockwise_keys = None if self.blockwise_keys is None else self.blockwise_keys[places]
-        return self.replace(keys=self.keys[places], blockwise_keys=blockwise_keys, numbers=order)
+        return dataclasses.replace(
+            self, keys=self.keys[places], blockwise_keys=blockwise_keys, numbers=order
+        )
 
     @property
     def nameless(self) -> "LeafBatch":
         """The batch without parameter names, so that equal leaves share a compiled step."""
-        return self.replace(plans=tuple(plan.nameless for plan in self.plans))
-
-    def replace(self, **changes: Any) -> "LeafBatch":
-        """Return a copy with some fields replaced."""
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, plans=tuple(plan.nameless for plan in self.plans))

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from optax_lowmem._src.core import context, explicit, varying
+from optax_lowmem._src.core import context, varying
+from optax_lowmem._src.core.sharding import left_to_xla, sharding_of
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.step import xla
 from optax_lowmem._src.step.backend import fused_updates
@@ -59,12 +60,12 @@ def step_leaves(rule: MatrixRule, batch: LeafBatch) -> list[Result]:
             arrays = varying.after((stack.gradients, stack.weights, stack.states), done)
             gradients, weights, states = arrays
             h = _after(stack.hyperparameters, done[-1][0])
-            stack = stack.replace(
-                gradients=gradients, weights=weights, states=states, hyperparameters=h
+            stack = dataclasses.replace(
+                stack, gradients=gradients, weights=weights, states=states, hyperparameters=h
             )
         done = _step_in_turn(rule, stack)
         results.update(zip(indices, done, strict=True))
-    return [results[i] for i in range(len(batch))]
+    return [results[i] for i in range(len(batch.plans))]
 
 
 def _on_cpu() -> bool:
@@ -120,21 +121,23 @@ def _temporary_elements(rows: int, columns: int) -> int:
 def _step_stack(rule: MatrixRule, stack: LeafBatch) -> list[Result]:
     """Step one stack."""
     h, dtype = stack.hyperparameters, jnp.dtype(rule.dtype)
-    bare = stack.replace(
+    bare = dataclasses.replace(
+        stack,
         plans=tuple(
             dataclasses.replace(
                 plan, split=None, rounds=False, update_dtype=dtype, returns_params=False
             )
             for plan in stack.plans
         ),
-        weights=[None] * len(stack),
+        weights=[None] * len(stack.plans),
         states=[state._replace(correction=None) for state in stack.states],
     )
     moved = fused_updates(rule, bare)
     directions, scales = _directions(rule, stack.plans, [before for before, _ in moved], h)
     # the second step must not apply gradient_scale or l2 again
     rates = {name: h[name] for name in ("lr", "decay") if name in h}
-    landing = stack.replace(
+    landing = dataclasses.replace(
+        stack,
         plans=tuple(dataclasses.replace(plan, slots=()) for plan in stack.plans),
         gradients=directions,
         states=[LeafState((), (), state.correction) for state in stack.states],
@@ -179,9 +182,9 @@ def _directions(
         rows = zip(pairs, before, directions, strict=True)
         return directions, [rule.scale(m, x, direction, h) for (m, _), x, direction in rows]
 
-    shardings = [explicit.sharding_of(x) for x in before], [None] * len(before)
+    shardings = [sharding_of(x) for x in before], [None] * len(before)
     results: tuple[list[jax.Array], list[jax.Array]]
-    results = explicit.left_to_xla(work, shardings, before, dict(h))
+    results = left_to_xla(work, shardings, before, dict(h))
     return results
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 
 from optax_lowmem._src.blocks import block_means
-from optax_lowmem._src.core import context, explicit, varying
+from optax_lowmem._src.core import context, varying
 from optax_lowmem._src.core.block import Block
+from optax_lowmem._src.core.sharding import left_to_xla, sharding_of
 from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.backend import fused_updates
 from optax_lowmem._src.step.batch import LeafBatch, LeafState
@@ -37,8 +38,8 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
             prepare = functools.partial(_prepare, rule, plan.nameless)
             leaf, h = batch.leaf(i), batch.hyperparameters
             names = jax.eval_shape(prepare, leaf, h)  # scalars, replicated on Explicit axes
-            prepared.append(explicit.left_to_xla(prepare, dict.fromkeys(names), leaf, h))
-        return batch.replace(operands=prepared), batch.blockwise
+            prepared.append(left_to_xla(prepare, dict.fromkeys(names), leaf, h))
+        return dataclasses.replace(batch, operands=prepared), batch.blockwise
     # XLA partitions the means of blocks that span several devices, also on Explicit axes
     blocks = [plan.block or Block() for plan in batch.plans]
     for plan, block, *arrays in zip(
@@ -51,7 +52,7 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
     shardings = [
         (
             _operand_shardings(block, s.slots[0]),
-            jax.tree.map(explicit.sharding_of, (s.slots, s.scales)),
+            jax.tree.map(sharding_of, (s.slots, s.scales)),
         )
         for block, s in zip(blocks, batch.blockwise, strict=True)
     ]
@@ -60,14 +61,14 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
         _prepare_blocks, rule, batch.plans, blocks, batch.numbers, batch.implementation
     )
     operands = batch.gradients, batch.blockwise, batch.hyperparameters, keys
-    result = explicit.left_to_xla(work, shardings, *operands)
-    of_blocks = [{OF_BLOCK: of_block} for of_block, _ in result]
-    return batch.replace(operands=of_blocks), [LeafState(*new) for _, new in result]
+    result = left_to_xla(work, shardings, *operands)
+    of_blocks: list[Mapping[str, Any]] = [{OF_BLOCK: of_block} for of_block, _ in result]
+    return dataclasses.replace(batch, operands=of_blocks), [LeafState(*new) for _, new in result]
 
 
 def _operand_shardings(block: Block, v: jax.Array) -> Any:
     """Return the shardings of `Block.operands`: v's if there is one part, else XLA's choice."""
-    return explicit.sharding_of(v) if len(block.parts) == 1 else (None,) * len(block.parts)
+    return sharding_of(v) if len(block.parts) == 1 else (None,) * len(block.parts)
 
 
 @dataclasses.dataclass(frozen=True)

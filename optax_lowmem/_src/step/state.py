@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.codecs import MasterSplit
-from optax_lowmem._src.core import array_metadata, context, explicit, numerics, trees, varying
+from optax_lowmem._src.core import array_metadata, context, numerics, trees, varying
 from optax_lowmem._src.core.compiled import compiled, is_free
+from optax_lowmem._src.core.sharding import filled_like, reshard, sharding_of, state_sharding
 from optax_lowmem._src.step.batch import LeafState
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
@@ -42,8 +43,10 @@ class StateFormat:
             names = {slot.name for slot in (*plan.slots, *plan.blockwise)}
             for name, x in other.items():
                 if name.removesuffix("_scale") in names:  # on Explicit axes, as steps shard it
-                    sharding = explicit.of_state(plan.path, leaf, x.shape, plan.group_size)
-                    x = explicit.reshard(x, sharding)  # noqa: PLW2901
+                    sharding = state_sharding(
+                        plan.path, leaf.shape, sharding_of(leaf), x.shape, (plan.group_size,)
+                    )
+                    x = reshard(x, sharding)  # noqa: PLW2901
                 row[name] = x
             if plan.split is not None:
                 row["correction"] = initial_correction(plan.split, plan.path, leaf)
@@ -170,7 +173,7 @@ def _zero_slots(plans: list[LeafPlan], leaves: list[Any]) -> list[dict[str, jax.
     """Return the zero elementwise slots of each leaf, with its sharding."""
     return [
         {
-            slot.name: explicit.filled(plan.path, leaf, form.codes, plan.group_size, 0)
+            slot.name: filled_like(plan.path, leaf, form.codes, plan.group_size, 0)
             for slot, form in zip(plan.slots, plan.storage, strict=True)
         }
         for plan, leaf in zip(plans, leaves, strict=True)

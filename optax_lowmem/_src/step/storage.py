@@ -5,11 +5,12 @@ import functools
 from typing import Any, ClassVar
 
 from optax_lowmem._src.codecs import NAMES, GroupCodec, softsign, softsign_paper, sqrt, sqrt_paper
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.core.policy import Policy
 from optax_lowmem._src.core.reprs import ShowsChanges
 
 _ROUNDINGS = ("stochastic", "nearest", "nu", "embeddings")
-_MASTER_ROUNDINGS = ("stochastic", "nearest")
+NEAREST_OR_NOT = ("stochastic", "nearest")
 _SPLITS = ("bits", "ulp")
 _UPDATE_DTYPES = ("float32", "gradient", "param")
 
@@ -34,16 +35,6 @@ def check_bits(name: str, bits: object) -> None:
             f"correction, Storage(master_weight_bits=None)), got {bits!r}. To inject "
             "hyperparameters, use lowmem.inject_hyperparams."
         )
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-
-
-def check_master_rounding(name: str, rounding: object) -> None:
-    """Raise unless a rounding of master weights is `stochastic` or `nearest`."""
-    _check_choice(name, rounding, _MASTER_ROUNDINGS)
 
 
 def codec_of(slot: str, codec: object, signed: bool) -> GroupCodec | None:
@@ -155,11 +146,10 @@ class Storage(ShowsChanges):
         if self.master_weight_bits is not None:
             check_bits("master_weight_bits", self.master_weight_bits)
         check_group_size(self.group_size)
-        _check_choice("rounding", self.rounding, _ROUNDINGS)
-        _check_choice("split", self.split, _SPLITS)
-        _check_choice("update_dtype", self.update_dtype, _UPDATE_DTYPES)
-        if self.master_rounding is not None:
-            check_master_rounding("master_rounding", self.master_rounding)
+        check_choice("rounding", self.rounding, _ROUNDINGS)
+        check_choice("split", self.split, _SPLITS)
+        check_choice("update_dtype", self.update_dtype, _UPDATE_DTYPES)
+        check_choice("master_rounding", self.master_rounding, (*NEAREST_OR_NOT, None))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(
                 f"seed must be an int, got {self.seed!r}; pass a traced seed to lowmem.init"

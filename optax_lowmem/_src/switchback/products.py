@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.core import derivative, explicit, varying
+from optax_lowmem._src.core import numerics, varying
+from optax_lowmem._src.core.sharding import sharding_of
 from optax_lowmem._src.quantized_matmul import (
     Format,
     Quantized,
@@ -84,7 +85,7 @@ def _refuse(settings: ProductSettings, primals: object, tangents: object) -> Any
     )
 
 
-_once = partial(derivative.first_order_only, refuse=_refuse)
+_once = partial(numerics.first_order_only, refuse=_refuse)
 
 
 def matmul(settings: ProductSettings, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -123,7 +124,7 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array]:
     last, variant = g.ndim - 1, settings.variant
     rows = tuple(range(last))
-    of_x, of_w = explicit.sharding_of(jax.tree.leaves(x)[0]), explicit.sharding_of(w)
+    of_x, of_w = sharding_of(jax.tree.leaves(x)[0]), sharding_of(w)
     if isinstance(x, Quantized):
         x = (x.codes.astype(jnp.float32) * x.scales).astype(w.dtype)
     per_g, per_w = variant.input_gradient

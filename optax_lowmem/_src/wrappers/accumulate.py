@@ -11,8 +11,10 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from optax_lowmem._src.core import context, explicit, numerics, random, trees, varying
+from optax_lowmem._src.core import context, numerics, random, trees, varying
 from optax_lowmem._src.core.compiled import is_eager
+from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core.sharding import reshard_like
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
 
@@ -71,11 +73,10 @@ def accumulate_gradients(
             f"every must be a number of micro-batches, at least 1, got {every!r}. To inject "
             "hyperparameters, use lowmem.inject_hyperparams."
         )
+    check_choice("into", into, ("bfloat16", "moments"))
     if into == "bfloat16":
         work = _Buffered(trees.wrapped(tx), every, seed)
         return optax.GradientTransformationExtraArgs(work.init, work.update)
-    if into != "moments":
-        raise ValueError(f"into must be 'bfloat16' or 'moments', got {into!r}")
     if not isinstance(tx, EngineTransformation) or not tx.engine.weights:
         raise ValueError(
             "into='moments' needs an unwrapped flash_sgd, flash_adam or flash_adamw: a chain or "
@@ -118,14 +119,14 @@ class _Buffered:
             new, inner = update(means, state.inner_state, params)
             inner = trees.keep_dtypes(state.inner_state, inner)
             empty = jax.tree.map(jnp.zeros_like, state.accumulated)
-            return new, inner, explicit.reshard_like(empty, state.accumulated)
+            return new, inner, reshard_like(empty, state.accumulated)
 
         def wait() -> tuple[optax.Updates, optax.OptState, optax.Updates]:
             shapes, _ = jax.eval_shape(update, means, state.inner_state, params)
             nothing = jax.tree.map(
                 lambda s: varying.over(jnp.zeros(s.shape, s.dtype), varying.axes_of(s)), shapes
             )
-            nothing = explicit.reshard_like(nothing, shapes)
+            nothing = reshard_like(nothing, shapes)
             return nothing, state.inner_state, _rounded(means, state.seed, state.count)
 
         last = state.micro_step == self.every - 1

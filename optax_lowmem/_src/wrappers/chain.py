@@ -10,7 +10,8 @@ import optax
 
 from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core.compiled import compiled
-from optax_lowmem._src.core.placement import placements
+from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core.sharding import placements
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.noise.noisy import Sampler
 from optax_lowmem._src.step import IMPLEMENTATIONS
@@ -101,7 +102,9 @@ def step(
     Args:
       tx: any optax transformation.
       grads: gradients, f32 or 16-bit.
-      state: the optimizer's state.
+      state: the optimizer's state. Arrays in host memory, as in `jax.device_put(state,
+        SingleDeviceSharding(device, memory_kind="pinned_host"))`, are copied to the device one
+        parameter at a time, and back; outside of jit only.
       params: the parameters.
       implementation: None selects the fastest available for each leaf (see `explain`); "xla" is
         plain jnp on every device; "pallas" and "triton" are GPU kernels, "pallas_tpu" is a TPU
@@ -130,10 +133,7 @@ def step(
       >>> params, state = lowmem.step(tx, {"w": jnp.ones((8, 8))}, state, params)
     """
     trees.check_transformation(tx, "pass step(tx, grads, state, params).")
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
-        )
+    check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
     places = None if specs is None else placements(params, specs, mesh)
     with context.stepping(implementation=implementation, placements=places):
         try:

@@ -8,9 +8,9 @@ import optax
 
 from optax_lowmem._src.codecs import GroupCodec
 from optax_lowmem._src.core import trees
-from optax_lowmem._src.core.hyperparameters import check_range
+from optax_lowmem._src.core.hyperparameters import check_choice, check_range
 from optax_lowmem._src.core.policy import Policy
-from optax_lowmem._src.step.storage import check_group_size, codec_of
+from optax_lowmem._src.step.storage import NEAREST_OR_NOT, check_group_size, codec_of
 from optax_lowmem._src.wrappers.compressor import Compressor, Select
 
 
@@ -26,10 +26,8 @@ def _compressed(
 ) -> optax.GradientTransformationExtraArgs:
     """Compress the slots for which `select` returns a codec; all of `wanted` must exist."""
     check_group_size(group_size)
-    if rounding not in ("stochastic", "nearest"):
-        raise ValueError(f"rounding must be 'stochastic' or 'nearest', got {rounding!r}")
-    if update_dtype not in ("gradient", "float32"):
-        raise ValueError(f"update_dtype must be 'gradient' or 'float32', got {update_dtype!r}")
+    check_choice("rounding", rounding, NEAREST_OR_NOT)
+    check_choice("update_dtype", update_dtype, ("gradient", "float32"))
     inner = trees.wrapped(inner)
     work = Compressor(inner, select, wanted, group_size, rounding, seed, policy, update_dtype)
     return optax.GradientTransformationExtraArgs(work.init, work.update)

@@ -14,10 +14,17 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_lowmem._src.codecs import GroupCodec, StoredSlot, encode_array, group_codec
-from optax_lowmem._src.core import array_metadata, context, derivative, explicit, random, trees
+from optax_lowmem._src.core import array_metadata, context, numerics, random, trees
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.compiled import compiled, each, is_free
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
+from optax_lowmem._src.core.sharding import (
+    filled_like,
+    left_to_xla,
+    reshard,
+    sharding_of,
+    state_sharding,
+)
 from optax_lowmem._src.step.masters import splits_masters
 from optax_lowmem._src.step.plan import ELEMENTWISE_FOUR_BITS, decide_slot, describe_block
 from optax_lowmem._src.step.storage import codec_of
@@ -83,7 +90,7 @@ def _forms(scales: Mapping[str, Any]) -> dict[tuple[str, str], tuple[Any, Any]]:
 
 def _shaped(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding | None) -> jax.Array:
     """Reshape `x`; on Explicit axes the result has this sharding (None for replicated)."""
-    return explicit.left_to_xla(lambda x: x.reshape(shape), sharding, x)
+    return left_to_xla(lambda x: x.reshape(shape), sharding, x)
 
 
 def _encoded(
@@ -100,7 +107,7 @@ def _encoded(
     key = random.named_key(seed, count, name) if stochastic else None
     values = _shaped(leaf, (leaf.size,), None) if flattened else leaf
     codes, scales = group_codec.encode(codec, values, group_size, key, _DRAWN_AS.get(slot, slot))
-    return _shaped(codes, leaf.shape, explicit.sharding_of(leaf)) if flattened else codes, scales
+    return _shaped(codes, leaf.shape, sharding_of(leaf)) if flattened else codes, scales
 
 
 def _decoded(
@@ -114,7 +121,7 @@ def _decoded(
     # XLA instead of a kernel: it is fused into the inner update, and f32 values are never stored
     rows = _shaped(codes, (codes.size,), None) if flattened else codes
     values = group_codec.decode(codec, rows, scales, group_size, length, implementation="xla")
-    return _shaped(values, codes.shape, explicit.sharding_of(codes)) if flattened else values
+    return _shaped(values, codes.shape, sharding_of(codes)) if flattened else values
 
 
 def _constants(
@@ -137,9 +144,11 @@ def _constants(
         row = jnp.broadcast_to(one.astype(jnp.float32).reshape(1), (codec.codes_per_byte,))
         code, scale = encode_array(codec, row, group_size)
         codes, scales = codec.storage(weight.shape, group_size)
-        code = explicit.filled("a leaf", weight, codes, group_size, code.reshape(()))
-        sharding = explicit.of_state("a leaf", weight, scales.shape, group_size)
-        pairs.append((code, explicit.reshard(jnp.full(scales.shape, scale.reshape(())), sharding)))
+        code = filled_like("a leaf", weight, codes, group_size, code.reshape(()))
+        sharding = state_sharding(
+            "a leaf", weight.shape, sharding_of(weight), scales.shape, (group_size,)
+        )
+        pairs.append((code, reshard(jnp.full(scales.shape, scale.reshape(())), sharding)))
     return pairs
 
 
@@ -505,7 +514,7 @@ class Compressor:
         trees.check_state(state, CompressedState)
         if params is not None:
             trees.match("gradient", updates, params)
-        updates, params = derivative.without((updates, params))
+        updates, params = numerics.forbid_differentiation((updates, params))
         new, inner = self.inner.update(
             trees.widened(updates), self._decode(state, updates), params, **extra
         )

@@ -9,8 +9,8 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_lowmem._src.core import context, trees
-from optax_lowmem._src.core.placement import placement
 from optax_lowmem._src.core.policy import unmatched_patterns
+from optax_lowmem._src.core.sharding import placement
 from optax_lowmem._src.wrappers.stale_corrections import rounded_distances, stale_corrections
 
 _NO_SPLIT = "none: no optimizer splits this leaf, so steps under half an ulp of a weight are lost"

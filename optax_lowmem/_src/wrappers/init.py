@@ -82,6 +82,12 @@ def init(
             for path, leaf in leaves.items()
             if path in splits or leaf.dtype != dtypes[path]
         }
+        for path, (_, leaf, _) in changed.items():
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"parameter '{path}' is a ShapeDtypeStruct, which has no values: for the "
+                    "shapes of weights and state call this inside jax.eval_shape."
+                )
         stored = dict(zip(changed, _stored(list(changed.values())), strict=True))
         corrections = {path: c for path, (_, c) in stored.items() if c is not None}
         masters = context.Masters(corrections, seed=seed, originals=leaves)
@@ -98,6 +104,20 @@ def init(
     ):
         warnings.warn(warning, stacklevel=2)
     return params, state
+
+
+def splits_of_f32(tx: optax.GradientTransformation, params: optax.Params) -> set[str]:
+    """Return the paths of the f32 parameters that an optimizer splits if their weights are bf16."""
+
+    def narrow(leaf: Any) -> Any:
+        is_f32 = getattr(leaf, "dtype", None) == jnp.float32
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) if is_f32 else leaf
+
+    _, decisions = context.dry_run(tx, jax.tree.map(narrow, params))
+    split = {d.path for d in decisions if d.slot == "correction" and d.form}
+    if not split:
+        return split
+    return {path for path, leaf in trees.named_leaves(params) if leaf.dtype == jnp.float32} & split
 
 
 def _weight_dtype(dtype: WeightDtype, path: str, leaf: object) -> jnp.dtype:

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import optax
 
-from optax_lowmem._src.core import context, explicit, trees
+from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core import packs as packing
 from optax_lowmem._src.core.packs import Packs
-from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
+from optax_lowmem._src.core.sharding import Placement, placement_of
 from optax_lowmem._src.core.typing import Shaped
 from optax_lowmem._src.step import LeafPlan
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
@@ -201,7 +201,7 @@ def _check_whole(params: optax.Params, packs: Packs) -> None:
 
 
 def _is_sharded(name: str, leaf: Shaped) -> bool:
-    place = context.placement(name) or explicit.placement_of(name, leaf)
+    place = context.placement(name) or placement_of(name, leaf)
     if place is not None:
         return any(place.axes)
     sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)

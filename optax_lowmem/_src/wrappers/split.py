@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.codecs import MasterSplit
-from optax_lowmem._src.core import array_metadata, context, derivative, numerics, random, trees
+from optax_lowmem._src.core import array_metadata, context, numerics, random, trees
 from optax_lowmem._src.core.compiled import each, unstacked
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.step import MASTER, split_update
 from optax_lowmem._src.step.masters import adds_noise, join_masters, splits_masters
 from optax_lowmem._src.step.plan import choose_split, split_for
 from optax_lowmem._src.step.state import check_order, initial_correction, promoted
-from optax_lowmem._src.step.storage import Storage, check_bits, check_master_rounding
+from optax_lowmem._src.step.storage import NEAREST_OR_NOT, Storage, check_bits
 
 
 class SplitState(NamedTuple):
@@ -80,7 +81,7 @@ class _Splitter:
         gradients = trees.widened(updates)
         steps, inner = self.inner.update(gradients, state.inner_state, masters, **extra)
         if any(jnp.ndim(c) for c in jax.tree.leaves(state.correction)):
-            steps, params = derivative.without((steps, params))
+            steps, params = numerics.forbid_differentiation((steps, params))
         count, named = optax.safe_increment(state.count), trees.named_leaves(params)
         # the engine's keys, so that a fused optimizer draws the same bits
         keys = unstacked(random.leaf_keys(state.seed, count, [path for path, _ in named]))
@@ -179,7 +180,7 @@ def split_master_weights(
       >>> tx = lowmem.split_master_weights(optax.contrib.muon(0.02))
     """
     check_bits("bits", bits)
-    check_master_rounding("rounding", rounding)
+    check_choice("rounding", rounding, NEAREST_OR_NOT)
     storage = Storage(
         master_weight_bits=bits, split=split, update_dtype=update_dtype, master_rounding=rounding,
         seed=seed, group_size=group_size,

@@ -1,9 +1,15 @@
-"""Checked shardings of arrays over a mesh, with errors that name the array."""
+"""Shardings of arrays over a mesh: checked, with errors that name the array; and Explicit axes.
+
+The sharding of an array on Explicit mesh axes is part of its type, and every operation on it must
+determine its result's sharding. A step cannot, since it reshapes rows into groups, which may span
+two devices: it is compiled with Auto axes, and only its arguments and results have shardings in
+their types.
+"""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +18,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core import groups, trees
+from optax_lowmem._src.core.compiled import is_eager
+from optax_lowmem._src.core.typing import Shaped, Tree
 
 Axes = tuple[str, ...]  # mesh axes that shard one dimension, outermost first
 Sharding = NamedSharding | PartitionSpec | None  # of a leaf; None means replicated
@@ -77,43 +85,40 @@ class Placement:
         """Return whether shards cut through groups of any of these sizes."""
         return any(self.cut_groups(shape, size) for size in group_sizes)
 
+    def of_state(
+        self, whole: tuple[int, ...], shape: tuple[int, ...], group_sizes: Iterable[int]
+    ) -> NamedSharding:
+        """Return the sharding of a state array of a parameter.
 
-def _splits(
-    place: Placement, whole: tuple[int, ...], d: int, entries: int, group_sizes: frozenset[int]
-) -> bool:
-    """Return whether `entries` entries along a dimension can be sharded as the parameter's are.
+        It is the parameter's, but replicated along axes whose shards would cut through a group or a
+        head, and fully replicated if the number of dimensions differs.
 
-    Neighbours that one entry covers (a group, a head) must be in one shard.
-    """
-    if whole[d] == entries:
-        return True
-    if entries == 0 or entries % place.parts(d):
-        return False
-    if any(entries == groups.group_count(whole[d], size) for size in group_sizes):
-        return d < len(whole) - 1 or not place.cuts_some(whole, group_sizes)
-    return whole[d] % entries == 0
+        Args:
+          whole: shape of the parameter.
+          shape: shape of the state array.
+          group_sizes: group sizes of the parameter's compressed slots.
+        """
+        sizes = frozenset(group_sizes)
+        axes: list[Axes] = []
+        if len(shape) == len(whole):
+            for d, names in enumerate(self.axes):
+                axes.append(names if self._splits(whole, d, shape[d], sizes) else ())
+        return NamedSharding(self.mesh, PartitionSpec(*map(entry, axes)))
 
+    def _splits(
+        self, whole: tuple[int, ...], d: int, entries: int, group_sizes: frozenset[int]
+    ) -> bool:
+        """Return whether `entries` entries along a dimension can be sharded as the parameter's are.
 
-def sharding_of_state(
-    place: Placement, whole: tuple[int, ...], shape: tuple[int, ...], group_sizes: Iterable[int]
-) -> NamedSharding:
-    """Return the sharding of a state array of a parameter.
-
-    It is the parameter's, but replicated along axes whose shards would cut through a group or a
-    head, and fully replicated if the number of dimensions differs.
-
-    Args:
-      place: the parameter's placement.
-      whole: shape of the parameter.
-      shape: shape of the state array.
-      group_sizes: group sizes of the parameter's compressed slots.
-    """
-    sizes = frozenset(group_sizes)
-    axes: list[Axes] = []
-    if len(shape) == len(whole):
-        for d, names in enumerate(place.axes):
-            axes.append(names if _splits(place, whole, d, shape[d], sizes) else ())
-    return NamedSharding(place.mesh, PartitionSpec(*map(entry, axes)))
+        Neighbours that one entry covers (a group, a head) must be in one shard.
+        """
+        if whole[d] == entries:
+            return True
+        if entries == 0 or entries % self.parts(d):
+            return False
+        if any(entries == groups.group_count(whole[d], size) for size in group_sizes):
+            return d < len(whole) - 1 or not self.cuts_some(whole, group_sizes)
+        return whole[d] % entries == 0
 
 
 def placement(
@@ -154,18 +159,21 @@ def placement(
     return placed
 
 
-def beside(
+def state_sharding(
     path: str,
     whole: tuple[int, ...],
     sharding: Given,
     shape: tuple[int, ...],
     group_sizes: Iterable[int],
 ) -> Given | NamedSharding:
-    """Return `sharding_of_state` for a NamedSharding; return other shardings unchanged."""
+    """Return the sharding of a state array, by `Placement.of_state`.
+
+    A sharding other than a NamedSharding is returned unchanged.
+    """
     if not isinstance(sharding, NamedSharding):
         return sharding
     place = placement(path, whole, sharding, sharding.mesh)
-    return sharding_of_state(place, whole, shape, group_sizes)
+    return place.of_state(whole, shape, group_sizes)
 
 
 def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | AbstractMesh:
@@ -231,3 +239,121 @@ def placements(params: optax.Params, shardings: object, mesh: Mesh | None) -> di
         path: placement(path, tuple(leaf.shape), sharding, the_mesh)
         for (path, leaf), sharding in zip(trees.named_leaves(params), given, strict=True)
     }
+
+
+# ---- Explicit axes -------------------------------------------------------------------------------
+
+
+def sharding_of(x: object) -> NamedSharding | None:
+    """Return the sharding in the type of an array; None without Explicit axes.
+
+    Args:
+      x: an array, a `jax.ShapeDtypeStruct`, or another object, for which the result is None.
+    """
+    # a concrete array's sharding has its devices, needed outside of `jax.set_mesh`
+    typed = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
+    sharding = getattr(typed, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
+        return None
+    return sharding
+
+
+def placement_of(path: str, x: Shaped) -> Placement | None:
+    """Return the placement in an array's type; None if no axis of its mesh is Explicit."""
+    sharding = sharding_of(x)
+    return None if sharding is None else placement(path, tuple(x.shape), sharding, sharding.mesh)
+
+
+def sharding_of_values(codes: Any, length: int) -> NamedSharding | None:
+    """Return the sharding of decoded values, which follows the codes'; None without Explicit axes.
+
+    Args:
+      codes: the codes of a slot.
+      length: length of the values' last axis; a byte of codes may hold several values.
+    """
+    sharding = sharding_of(codes)
+    if sharding is None or codes.shape[-1] == length:
+        return sharding
+    place = placement("the codes", tuple(codes.shape), sharding, sharding.mesh)
+    last = place.axes[-1] if length % place.parts(-1) == 0 else ()
+    axes = (*place.axes[:-1], last)
+    return NamedSharding(place.mesh, PartitionSpec(*map(entry, axes)))
+
+
+def filled_like(
+    path: str, x: Any, form: jax.ShapeDtypeStruct, group_size: int, value: Any
+) -> jax.Array:
+    """Return a constant state array of parameter `x`, with a sharding that follows `x`'s.
+
+    Args:
+      path: the parameter's name.
+      x: the parameter.
+      form: shape and dtype of the array.
+      group_size: number of neighbours of the parameter's last axis that share a scale.
+      value: a number, or a 0-d array.
+    """
+    if form.shape == x.shape:
+        return jnp.full_like(x, value, dtype=form.dtype)
+    given = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if not isinstance(given, NamedSharding) or sharding_of(x) is not None:
+        placed = state_sharding(path, x.shape, sharding_of(x), form.shape, (group_size,))
+        return reshard(jnp.full(form.shape, value, form.dtype), placed)
+    placed = state_sharding(path, tuple(x.shape), given, form.shape, (group_size,))
+    return jnp.full(form.shape, value, form.dtype, device=placed)
+
+
+def reshard(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    """Reshard an array to the given sharding; return it unchanged if there is none."""
+    if sharding is None or sharding_of(x) == sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+def reshard_like(tree: Tree, other: object) -> Tree:
+    """Reshard the arrays of a tree to the shardings in the types of another tree's arrays."""
+    return jax.tree.map(lambda x, like: reshard(x, sharding_of(like)), tree, other)
+
+
+def left_to_xla(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+    """Call function(*args) with Explicit axes as Auto: XLA chooses the shardings inside.
+
+    Args:
+      function: takes trees of arrays; it must not close over arrays.
+      shardings: a tree like the result, of NamedShardings; None means replicated.
+      *args: trees of arrays.
+
+    Returns:
+      The result, with these shardings if the types of `args` have Explicit axes.
+    """
+    leaves = jax.tree.leaves(args)
+    mesh = next((s.mesh for s in map(sharding_of, leaves) if s is not None), None)
+    if mesh is None:
+        return function(*args)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    out = jax.tree.map(lambda s: s or replicated, shardings, is_leaf=lambda node: node is None)
+    free = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
+    return (jax.jit(free) if is_eager(leaves) else free)(*args)
+
+
+def on_each_device(
+    function: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    typed: bool,
+    specs: Any,
+    out_specs: Any,
+    *args: Any,
+) -> Any:
+    """Call `function` with each device's shards of `args`, by `shard_map`.
+
+    Args:
+      function: takes a device's shards.
+      mesh: the device mesh.
+      typed: whether the mesh's axes are Explicit; `args` are then resharded to `specs`.
+      specs: PartitionSpecs, in a tree like `args`.
+      out_specs: PartitionSpecs of the results.
+      *args: trees of arrays.
+    """
+    if typed:
+        args = jax.tree.map(lambda spec, x: reshard(x, NamedSharding(mesh, spec)), specs, args)
+    how = {"in_specs": specs, "out_specs": out_specs, "check_vma": False}
+    return jax.shard_map(function, mesh=mesh, **how)(*args)

@@ -1,1 +1,0 @@
-"""GPU kernels for the step of several leaves."""
