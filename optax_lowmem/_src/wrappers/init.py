@@ -63,6 +63,10 @@ def init(
       >>> weights, state = lowmem.init(tx, {"w": jnp.full((64, 64), 0.1)})
       >>> float(weights["w"][0, 0]), float(lowmem.master_params(weights, state)["w"][0, 0])
       (0.10009765625, 0.10000038146972656)
+      >>> params = {"w": jnp.ones((64, 64)), "norm": jnp.ones(64)}
+      >>> weights, state = lowmem.init(tx, params, keep_f32=("*norm*",))
+      >>> weights["w"].dtype, weights["norm"].dtype
+      (dtype(bfloat16), dtype('float32'))
     """
     trees.check_transformation(tx, "pass (tx, params), in this order.", params)
     leaves, treedef = dict(trees.named_leaves(params)), jax.tree.structure(params)
