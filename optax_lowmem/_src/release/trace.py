@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from optax_lowmem._src.core import trees
+from optax_lowmem._src.core.jaxprs import scan_counts
 from optax_lowmem._src.release.model import LayerFunction, Parts, Stack, Unchanged
 
 Atom = Var | Literal
@@ -166,18 +167,6 @@ def _live(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[JaxprEqn]:
     return kept[::-1]
 
 
-def _scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the numbers of constants and of carried values of a scan, told by their ranks."""
-
-    def as_inside(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-        pairs = zip(outside, inside, strict=True)
-        return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
-
-    inner = _body(eqn).jaxpr
-    carried = as_inside(eqn.outvars, inner.outvars)
-    return as_inside(eqn.invars, inner.invars) - carried, carried
-
-
 # ---- which values depend on which parameters -----------------------------------------------------
 
 
@@ -315,7 +304,7 @@ class _Scan:
         """
         if eqn.primitive.name != "scan":
             return None
-        consts, carried = _scan_counts(eqn)
+        consts, carried = scan_counts(eqn, _body(eqn).jaxpr)
         given = eqn.invars[consts + carried :]
         read = flow.leaves_of(given)
         if not read or (flow.layer_of and not any(i in flow.layer_of for i in read)):
