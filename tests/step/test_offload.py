@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 import optax_lowmem as lowmem
 from optax_lowmem import release
 from optax_lowmem._src.core import host
-from tests.compilation import SAME_BITS
+from tests.compilation import QUICK_COMPILE
 from tests.contract_cases import assert_same
 from tests.step.test_release import (
     LAYERS,
@@ -49,6 +49,12 @@ def on_device(state):
     return jax.device_put(host.stacked(state), SingleDeviceSharding(jax.devices()[0]))
 
 
+def jitted(tx, params, model=MODEL, steps=2):
+    """The results of the step as one program, compiled as the stages are."""
+    step = release.train_step(tx, model)
+    return run(step, params, tx.init(params), steps, QUICK_COMPILE)
+
+
 def clipped(tx, norm=0.1):
     return lowmem.chain(optax.clip_by_global_norm(norm), tx)
 
@@ -79,7 +85,7 @@ def test_it_is_the_jitted_step():
     """Its stages are programs of their own, which XLA fuses like the whole."""
     tx, params = make("flash_adamw"), weights()
     found = offloaded(tx, params)
-    assert_same(found, run(release.train_step(tx, MODEL), params, tx.init(params), steps=2))
+    assert_same(found, jitted(tx, params))
 
 
 @pytest.mark.full
@@ -100,7 +106,7 @@ def test_two_stacks_an_aux_and_integers_in_x():
     params = {**weights(), "more": {"w": jnp.full((2, WIDTH, WIDTH), 0.01, BF16)}}
     tx = make("flash_adamw")
     found = offloaded(tx, params, model=model)
-    assert_same(found, run(release.train_step(tx, model), params, tx.init(params), steps=2))
+    assert_same(found, jitted(tx, params, model))
     assert found[0][1]["layers"] == LAYERS
 
 
@@ -120,7 +126,7 @@ def test_the_global_norm_is_that_of_the_ordinary_step():
     tx, params = clipped(lowmem.flash_sgd(1.0), 0.5), masters()
     wanted = run(ordinary(tx), params, tx.init(params), steps=1)[1]
     for found in (
-        run(release.train_step(tx, MODEL), params, tx.init(params), steps=1)[1],
+        jitted(tx, params, steps=1)[1],
         offloaded(tx, params, steps=1, micro_batches=2, at_once=1)[1],
     ):
         moved = jax.tree.map(lambda a, b: a - b, params, found)
@@ -176,7 +182,7 @@ def test_the_state_is_on_the_host_and_the_old_one_deleted():
 
 def test_a_state_is_moved_as_it_is():
     tx, params = make("flash_adamw"), weights()
-    state = run(release.train_step(tx, MODEL), params, tx.init(params), steps=1)[2]
+    state = jitted(tx, params, steps=1)[2]
     wanted = jax.tree.map(np.asarray, state)
     moved = release.offload(tx, MODEL, params, state, min_bytes=0)
     assert_same(on_device(moved), wanted)
@@ -232,7 +238,7 @@ def test_a_saved_state_is_resumed_on_the_host_and_on_the_device(tmp_path):
 
     params, state = lowmem.checkpoint.restore(tmp_path, tx, weights())
     assert not any(map(host.is_on_host, jax.tree.leaves(state)))
-    step = jax.jit(release.train_step(tx, MODEL), compiler_options=SAME_BITS)
+    step = jax.jit(release.train_step(tx, MODEL), compiler_options=QUICK_COMPILE)
     assert_same(step(params, state, second), wanted)
 
 
