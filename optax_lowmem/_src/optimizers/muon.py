@@ -154,7 +154,7 @@ class MuonRule(UpdateRule):
         )
 
 
-def _of_step(
+def _hyperparameters_at(
     beta: Scalar,
     eps: Scalar,
     nesterov: bool,
@@ -349,7 +349,7 @@ def flash_muon(
             OrthogonalRule(nesterov, adaptive, iterations, preconditioning, _products(ns_dtype)),
             AdamRule(nesterov=nesterov, eps_root_is_zero=is_zero(adam_eps_root)),
         ),
-        Formula(_of_step, (beta, eps, nesterov, consistent_rms, adam, rate, decay)),
+        Formula(_hyperparameters_at, (beta, eps, nesterov, consistent_rms, adam, rate, decay)),
         learning_rate,
         storage,
         weight_decay=weight_decay,
