@@ -121,7 +121,7 @@ class Noisy:
         return chosen
 
     def _initial_clean(self, path: str, leaf: jax.Array) -> jax.Array:
-        """Return the clean weight to store, from the f32 original that `lowmem.init` may provide."""
+        """Return the clean weight to store, from the f32 original if `lowmem.init` has it."""
         original = context.provided_original(path)
         if self.clean_dtype is None or jnp.dtype(leaf.dtype) == self.clean_dtype:
             # copy, unless the loss gets another array: the parameter's buffer must not be shared
