@@ -187,7 +187,7 @@ class MuonRule(UpdateRule):
         )
 
 
-def _of_step(
+def _hyperparameters_at(
     beta: Scalar,
     eps: Scalar,
     nesterov: bool,
@@ -406,7 +406,10 @@ def flash_muon(
             ),  # fmt: skip
             AdamRule(nesterov=nesterov, eps_root_is_zero=is_zero(adam_eps_root)),
         ),
-        Formula(_of_step, (beta, eps, nesterov, consistent_rms, normuon_b2, adam, rate, decay)),
+        Formula(
+            _hyperparameters_at,
+            (beta, eps, nesterov, consistent_rms, normuon_b2, adam, rate, decay),
+        ),
         learning_rate,
         storage,
         weight_decay=weight_decay,
