@@ -237,10 +237,10 @@ def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         blockwise = part.blockwise
         if leaf_rule.prepares in ("leaf", "blocks"):
             part, blockwise = prepare_leaves(leaf_rule, part)
-        part = dataclasses.replace(part, blockwise=[], blockwise_keys=None)
         if isinstance(leaf_rule, MatrixRule):
-            stepped = matrices.step_leaves(leaf_rule, part)
+            stepped, blockwise = matrices.step_leaves(leaf_rule, part)
         else:
+            part = dataclasses.replace(part, blockwise=[], blockwise_keys=None)
             stepped = fused_updates(leaf_rule, part)
         for i, (update, state), of_blocks in zip(indices, stepped, blockwise, strict=True):
             results[i] = update, state, of_blocks

@@ -14,7 +14,7 @@ from optax_lowmem._src.core import context, groups, trees
 from optax_lowmem._src.core.block import Block, BlockStructure
 from optax_lowmem._src.core.policy import Policy
 from optax_lowmem._src.step.matrix_axes import Matrices, MatrixAxes
-from optax_lowmem._src.step.rule import Slot, UpdateRule
+from optax_lowmem._src.step.rule import MatrixRule, Slot, UpdateRule
 from optax_lowmem._src.step.storage import Storage
 
 
@@ -324,12 +324,16 @@ class LeafPlanner:
         for (path, leaf), decay in zip(leaves, decays, strict=True):
             trees.check_param(path, leaf)
             shape, dtype, block = tuple(leaf.shape), jnp.dtype(leaf.dtype), blocks.get(path)
+            matrices = axes.get(path)
+            rule = self.rule.for_leaf(matrices)
+            if isinstance(rule, MatrixRule) and matrices is not None:
+                block = rule.block(matrices)
             slots = {
                 slot: self._plan_slot(
                     slot, path, shape, path in masked_out, path in tables, block,
                     (path, slot.name) in coded,
                 )
-                for slot in self.rule.for_leaf(axes.get(path)).slots
+                for slot in rule.slots
             }  # fmt: skip
             in_dtype = self.weights and storage.update_dtype == "param"
             plans.append(
@@ -345,7 +349,7 @@ class LeafPlanner:
                     returns_params=returns_params,
                     block=block,
                     blockwise=tuple(plan for slot, plan in slots.items() if slot.blockwise),
-                    matrices=axes.get(path),
+                    matrices=matrices,
                     rounds=self.weights and dtype != jnp.float32 and rounds_weights(storage),
                     follows_gradient=self.weights and storage.update_dtype == "gradient",
                 )
@@ -363,7 +367,7 @@ class LeafPlanner:
         stored: bool,
     ) -> SlotPlan:
         storage, name = self.storage, slot.name
-        codec = getattr(storage, name)
+        codec = getattr(storage, name) if slot.compressed else None
         refused = f"storage.{name} is None" if codec is None else None
         stochastic = {"stochastic": True, "nu": name == "nu", "embeddings": in_table}
         decision = decide_slot(
