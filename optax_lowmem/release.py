@@ -5,6 +5,7 @@ A `lax.scan` over layers returns their gradients as one stack, as large as the w
 """
 
 from optax_lowmem._src.release.model import Layered as Layered
+from optax_lowmem._src.release.offload import offload as offload
 from optax_lowmem._src.release.step import train_step as train_step
 
-__all__ = ["Layered", "train_step"]
+__all__ = ["Layered", "offload", "train_step"]

@@ -21,7 +21,7 @@ from _llama.model import Llama
 
 from benchmarks import ROOT, absent_gpu, records, render, run, tables
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes
-from benchmarks.suites import kernels, memory, plan, release
+from benchmarks.suites import kernels, memory, offload, plan, release
 from benchmarks.suites.end_to_end import bench as end_to_end
 from benchmarks.suites.fit import bench as fit
 from benchmarks.suites.linear import bench as linear
@@ -193,6 +193,20 @@ def test_an_8b_llama_in_small(tmp_path, monkeypatch):
     _, body, _ = release.table(rows)
     assert len(body) == 3 and all("" not in line for line in body)
     assert release.draw(rows).get_suptitle()
+
+
+@pytest.mark.full
+def test_state_on_the_host_in_small(tmp_path):
+    file = tmp_path / "records.jsonl"
+    only = ["48", "no-copies", "resident"]
+    offload.main(["--preset", "tiny", "--steps", "2", "--only", *only, "--record", str(file)])
+    rows = [
+        row | {"case": row["case"].replace("tiny", "8b").replace("8b ", "8b batch=8 ")}
+        for row in records.load(file)
+    ]
+    _, body, _ = offload.table(rows)
+    assert [line[0].split(",")[0] for line in body] == ["offload", "offload", "resident"]
+    assert float(body[0][-2]) == 0.0 and all(float(line[5]) > 0 for line in body)
 
 
 # ---- commands ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import context, numerics, random, trees
+from optax_lowmem._src.core import context, host, numerics, random, trees
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.compiled import FEW, compiled, each, is_eager, unstacked
 from optax_lowmem._src.core.hyperparameters import check_schedule
@@ -130,6 +130,10 @@ class Engine(StateFormat):
           returns_params: whether to return new parameters instead of updates.
         """
         trees.check_state(state, self.rule.state_type)
+        streams = any(map(host.is_on_host, jax.tree.leaves(state)))
+        if streams:
+            _check_streams(state)
+            state = state._replace(**host.brought({"count": state.count, "seed": state.seed}))
         h = self.hyperparameters(state.count) if h is None else h
         if gradient_scale is not None:
             h = {**h, "gradient_scale": gradient_scale}
@@ -153,7 +157,8 @@ class Engine(StateFormat):
             tuple(plans), gradients, weights, states, h, [{}] * len(plans), keys,
             tuple(range(len(plans))), context.step_arguments().implementation, blockwise, keys,
         )  # fmt: skip
-        results, states, blockwise = step_leaves(self.rule, batch)
+        step = _step_streamed if streams else step_leaves
+        results, states, blockwise = step(self.rule, batch)
         for plan, update in zip(plans, results, strict=True):
             if not returns_params and plan.writes_weight:
                 context.emit(plan.path, update)
@@ -225,27 +230,56 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         and is_eager(jax.tree.leaves(batch))
     ):
         # compile once for all parameters of one shape
-        assert batch.blockwise_keys is not None
-        keys: list[Any] = unstacked(batch.keys)
-        blockwise_keys: list[Any] = unstacked(batch.blockwise_keys)
-        single = [
-            (
-                rule,
-                dataclasses.replace(
-                    batch.take([i]).nameless,
-                    keys=keys[number][None],
-                    blockwise_keys=blockwise_keys[number][None],
-                    numbers=(0,),
-                ),
-            )
-            for i, number in enumerate(batch.numbers)
-        ]
+        single = [(rule, one) for one in _one_by_one(batch)]
         columns = zip(*each(_step_leaves, single), strict=True)
         updates, states, blockwise = ([x for (x,) in column] for column in columns)
         return updates, states, blockwise
     # on a mesh the shardings are in the context, which is not part of the key of `compiled`
     run = _step_leaves if context.step_arguments().placements else compiled(_step_leaves)
     return run(rule, batch)
+
+
+def _one_by_one(batch: LeafBatch) -> list[LeafBatch]:
+    """Return a batch of each entry, without names, so that equal ones share a compiled step."""
+    assert batch.blockwise_keys is not None
+    keys: list[Any] = unstacked(batch.keys)
+    blockwise_keys: list[Any] = unstacked(batch.blockwise_keys)
+    return [
+        dataclasses.replace(
+            batch.take([i]).nameless,
+            keys=keys[number][None],
+            blockwise_keys=blockwise_keys[number][None],
+            numbers=(0,),
+        )
+        for i, number in enumerate(batch.numbers)
+    ]
+
+
+def _step_streamed(rule: UpdateRule, batch: LeafBatch) -> Stepped:
+    """Do `step_leaves` one by one, with each state copied from host memory and back."""
+
+    def bring(one: LeafBatch) -> LeafBatch:
+        states, blockwise = host.brought((one.states, one.blockwise))
+        return dataclasses.replace(one, states=states, blockwise=blockwise)
+
+    running, stepped, batches = host.RunAhead(), [], _one_by_one(batch)
+    for before, one in zip(batches, host.ahead(batches, bring), strict=True):
+        updates, *slots = compiled(_step_leaves)(rule, one)
+        slots = host.put_back(slots, [before.states, before.blockwise])
+        running.add((updates, slots))
+        stepped.append((updates, *slots))
+    updates, states, blockwise = ([x for (x,) in column] for column in zip(*stepped, strict=True))
+    return updates, states, blockwise
+
+
+def _check_streams(state: optax.OptState) -> None:
+    """Raise if a state in host memory is stepped inside of jit."""
+    if not is_eager(jax.tree.leaves(state)):
+        raise ValueError(
+            "this state is in host memory, and a jitted step would copy all of it to the device at "
+            "once: call lowmem.step outside of jit, which streams it parameter by parameter, or "
+            "release.train_step(offload=True) layer by layer."
+        )
 
 
 def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
