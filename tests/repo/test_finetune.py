@@ -159,16 +159,18 @@ def test_learns_the_answers(trained):
     np.testing.assert_array_equal(saved["model.layers.1.mlp.up_proj.weight"], up[1].T)
 
 
-@pytest.mark.parametrize(
-    ("flag", "gap"),
-    [
-        ("--micro-batch 2", 0.02),  # gradients rounded to bf16
-        pytest.param("--optimizer optax.adamw", 0.05, marks=pytest.mark.full),
-    ],
-)
-def test_losses_of_the_ordinary_run(trained, flag, gap):
-    found = losses(trained(flag)[0])
-    assert found == pytest.approx(losses(trained()[0]), rel=gap) and found != losses(trained()[0])
+def test_accumulation_has_the_losses_of_the_ordinary_run(trained):
+    accumulated, ordinary = losses(trained("--micro-batch 2")[0]), losses(trained()[0])
+    assert accumulated != ordinary  # gradients are rounded to bf16
+    assert accumulated == pytest.approx(ordinary, rel=0.02)
+
+
+@pytest.mark.full
+def test_adamw_in_f32_has_the_losses_of_the_ordinary_run(trained):
+    """The first is equal; at this rate single losses of a few rows differ more than their mean."""
+    plain, ordinary = losses(trained("--optimizer optax.adamw")[0]), losses(trained()[0])
+    assert plain[0] == pytest.approx(ordinary[0], rel=1e-3) and plain != ordinary
+    assert np.mean(plain) == pytest.approx(np.mean(ordinary), rel=0.02)
 
 
 def test_gradient_release(trained):

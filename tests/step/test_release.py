@@ -530,8 +530,10 @@ def test_bad_arguments():
     tx = make("flash_lion")
     with pytest.raises(ValueError, match="bare direction"):
         release.train_step(lowmem.scale_by_flash_adam(), MODEL)
-    with pytest.raises(TypeError, match="release.Layered, got function"):
-        release.train_step(tx, loss)
+    with pytest.raises(TypeError, match="release.Layered, got dict"):
+        release.train_step(tx, masters())
+    with pytest.raises(TypeError, match="arguments for a loss function"):
+        release.train_step(tx, MODEL, layers="layers")
     with pytest.raises(TypeError, match="each_gradient"):
         release.train_step(tx, MODEL, each_gradient=1.0)
     with pytest.raises(ValueError, match="implementation must be one of"):

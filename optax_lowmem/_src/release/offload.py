@@ -134,7 +134,9 @@ class Programs:
     def __init__(self, step: "Offloaded", params: optax.Params, state: Any, batch: object):
         model, engine = step.model, step.optimizer.engine
         paths, wide = tuple(model.layers), step.micro_batches > 1
-        plans = self.plans = Plans.make(engine, paths, params, state, step.per_layer)
+        plans = self.plans = Plans.make(
+            engine, model.take_apart(params), params, state, step.per_layer
+        )
         engine.unpack(state, plans.whole, params)  # checks the state
         parts, jit = plans.parts, jax.jit
         self.schedule = stages.Schedule.make(model, parts, batch)

@@ -1,4 +1,4 @@
-"""The stages of a `Layered` model: what they read, their values and their gradients."""
+"""The stages of a model: what they read, their values and their gradients."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from optax_lowmem._src.release.model import (
     reads,
     with_floats,
 )
+from optax_lowmem._src.release.trace import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +30,13 @@ class Schedule:
     due: list[list[int]]
 
     @classmethod
-    def make(cls, model: Layered, parts: Parts, batch: object) -> "Schedule":
+    def make(cls, model: Layered | Program, parts: Parts, batch: object) -> "Schedule":
         """Trace the stages."""
         rest = parts.rest()
         reading = [_positions(reads(model.first, rest, batch))]
         x = jax.eval_shape(model.first, rest, batch)
         for path, layer in model.layers.items():
-            stacked = parts.stacks[path].tree
+            stacked = parts.stacks[path].tree if path in parts.stacks else None
             weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), stacked)
 
             def one(
@@ -44,6 +45,8 @@ class Schedule:
                 return layer(weights, rest, x, batch)
 
             reading.append(_positions(reads(one, rest, weights, x, batch)))
+            if stacked is None:  # the layers of a stack keep the shape of x
+                x = jax.eval_shape(one, rest, None, x, batch)
         reading.append(_positions(reads(model.last, rest, x, batch)))
         # a gradient is complete after the earliest stage that reads the leaf
         earliest = {at: stage for stage in reversed(range(len(reading))) for at in reading[stage]}
@@ -56,7 +59,9 @@ def _positions(flags: Sequence[bool]) -> list[int]:
     return [at for at, flag in enumerate(flags) if flag]
 
 
-def first(model: Layered, parts: Parts, batch: object, positions: list[int]) -> tuple[Any, Any]:
+def first(
+    model: Layered | Program, parts: Parts, batch: object, positions: list[int]
+) -> tuple[Any, Any]:
     """Return x, and the pullback from its gradient to those of the leaves at `positions`."""
 
     def run(read: list[jax.Array]) -> tuple[Any, Any]:
@@ -89,7 +94,12 @@ def pull_layer(
 
 
 def last(
-    model: Layered, parts: Parts, x: object, batch: object, positions: list[int], scale: float = 1.0
+    model: Layered | Program,
+    parts: Parts,
+    x: object,
+    batch: object,
+    positions: list[int],
+    scale: float = 1.0,
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
     """Return the loss (and aux), and `scale` times the gradients of leaves and of x."""
 

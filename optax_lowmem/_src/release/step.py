@@ -1,5 +1,6 @@
 """Training step of a layered model that updates each layer during the backward pass."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ from optax_lowmem._src.core import context, trees, varying
 from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.core.sharding import placements
 from optax_lowmem._src.release import stages
-from optax_lowmem._src.release.model import Layered, LayerFunction, Parts, Stack
+from optax_lowmem._src.release.model import Layered, LayerFunction, Parts, Stack, map_x
 from optax_lowmem._src.release.offload import Offloaded
 from optax_lowmem._src.release.optimizer import Optimizer
+from optax_lowmem._src.release.trace import Program, trace
 from optax_lowmem._src.release.update import (
     Leaves,
     Plans,
@@ -141,8 +143,10 @@ class Step(Norm):
 
 def train_step(
     tx: optax.GradientTransformation,
-    model: Layered,
+    model: Layered | Callable[[Any, Any], Any],
     *,
+    layers: str | Sequence[str] = (),
+    has_aux: bool = False,
     each_gradient: Gradient | None = None,
     clip_layer_norm: float | None = None,
     per_layer: bool = False,
@@ -153,7 +157,7 @@ def train_step(
     mesh: jax.sharding.Mesh | None = None,
     specs: object = None,
 ) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
-    """Return a training step that never stores the gradients of all stacked layers at once.
+    """Return a training step that never stores the gradients of all layers at once.
 
     The forward pass saves the input of every layer. The backward pass loops over the layers: it
     recomputes a layer from its input, computes its gradients, steps its slice of every weight and
@@ -162,11 +166,20 @@ def train_step(
 
     The result equals `jax.value_and_grad(model)` with `lowmem.step`, including random bits.
 
+    A loss function is traced and cut into such stages: at every `lax.scan` over parameters (also
+    those of `nn.scan` and `nnx.scan`), and between the layers that `layers` names, where the fewest
+    bytes pass from one layer to the next. Values that depend on no parameter (masks, rotary tables,
+    dropout keys) are computed once. Layers in a list may differ, and share parameters.
+
     Args:
       tx: one of our optimizers, such as `flash_adamw(schedule, mask=...)`; or
         `lowmem.chain(optax.clip_by_global_norm(c), optimizer)`, whose norm takes a backward pass
         of its own: a step computes the gradients twice, 7/4 of the work of a step without.
-      model: the stages and stacks.
+      model: a loss function, (params, batch) -> loss, or a `Layered`.
+      layers: for a loss function that calls its layers one by one: the path in the parameters of
+        the list of layers ("layers", "decoder/blocks"), or a pattern of the paths of the layers
+        ("Block_*"), or several. With it, only scans over parameters at these paths are cut.
+      has_aux: whether a loss function returns (loss, aux).
       each_gradient: function applied to every gradient; for a stack, to one layer at a time,
         without the layer axis. For elementwise work such as clipping by value, or `lax.pmean`
         inside a `shard_map`.
@@ -186,21 +199,24 @@ def train_step(
       specs: likewise; the layer axis must not be sharded.
 
     Returns:
-      (params, state, batch) -> (loss, params, state), with (loss, aux) if the model `has_aux` (with
+      (params, state, batch) -> (loss, params, state), with (loss, aux) if the model has aux (with
       several micro-batches without aux). Jit it with `donate_argnums=(0, 1)`; it donates nothing by
       itself. With `offload` call it without jit: it compiles each stage, and donates params and
       state.
 
     Raises:
-      TypeError: if `model` is no `Layered`, or `each_gradient` no function.
+      TypeError: if `model` or `each_gradient` is no function; for `layers` and `has_aux` with a
+        `Layered`, and for `offload` without one.
       ValueError: for a transformation that may need all gradients at once: anything else around or
         before one of our optimizers (`accumulate_gradients`, `MultiSteps`); for arguments that
-        `offload` excludes or needs. When called, for a leaf whose layers depend on one another.
+        `offload` excludes or needs. When called, for a leaf whose layers depend on one another, and
+        for a loss function without layers, or whose layers cannot be separated.
       MemoryError: with `offload`, at the first step, if host memory is too small.
 
     Memory: besides weights, state and the inputs of the layers (which rematerialisation of each
     layer stores anyway), the working set of one layer: its backward pass, its gradients, and a copy
     of its slices. An ordinary step stores the gradients of all layers, 2 or 4 bytes per parameter.
+    A value that depends on the parameters and skips layers is stored once.
 
     Offload: correction and moments of each layer are copied to the device for its update and back,
     beside the computation of other layers. On the device are the weights, three layers of state and
@@ -213,23 +229,28 @@ def train_step(
     Example:
       >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
       >>> from optax_lowmem import release
-      >>> model = release.Layered(
-      ...     first=lambda rest, batch: rest["embed"][batch],
-      ...     layers={"layers": lambda weights, rest, x, batch: x + jnp.tanh(x @ weights["w"])},
-      ...     last=lambda rest, x, batch: jnp.mean((x @ rest["embed"].T - 1) ** 2),
-      ... )
+      >>> def loss_fn(params, tokens):
+      ...     x = params["embed"][tokens]
+      ...     layer = lambda x, weights: (x + jnp.tanh(x @ weights["w"]), None)
+      ...     x, _ = jax.lax.scan(layer, x, params["layers"])
+      ...     return jnp.mean((x @ params["embed"].T - 1) ** 2)
       >>> params = {"embed": jnp.ones((5, 4)), "layers": {"w": jnp.ones((3, 4, 4))}}
       >>> tx = lowmem.flash_adamw(1e-3)
       >>> params, state = lowmem.init(tx, params)
-      >>> step = jax.jit(release.train_step(tx, model), donate_argnums=(0, 1))
+      >>> step = jax.jit(release.train_step(tx, loss_fn), donate_argnums=(0, 1))
       >>> loss, params, state = step(params, state, jnp.array([0, 1]))
       >>> print(params["layers"]["w"].shape, state.count)
       (3, 4, 4) 1
     """
     optimizer = Optimizer.of(tx)
     engine, each = optimizer.engine, each_gradient or (lambda g: g)
-    if not isinstance(model, Layered):
-        raise TypeError(f"model must be a release.Layered, got {type(model).__name__}")
+    if isinstance(model, Layered) and (layers or has_aux):
+        raise TypeError("layers and has_aux are arguments for a loss function; a Layered has both")
+    if not callable(model):
+        raise TypeError(
+            "model must be a loss function (params, batch) -> loss, or a release.Layered, got "
+            f"{type(model).__name__}"
+        )
     if each_gradient is not None and not callable(each_gradient):
         raise TypeError(f"each_gradient must be a function of an array, got {each_gradient!r}")
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
@@ -242,6 +263,8 @@ def train_step(
     if offload and (mesh is not None or specs is not None):
         raise ValueError("offload=True streams the state to one device, without mesh and specs.")
     if offload:
+        if not isinstance(model, Layered):
+            raise TypeError("offload=True takes a release.Layered, not a loss function.")
         return Offloaded(
             optimizer, model, each, per_layer, implementation, limit, micro_batches,
             min(at_once or micro_batches, micro_batches),
@@ -254,9 +277,15 @@ def train_step(
         with context.stepping(implementation=implementation, placements=places):
             inner = optimizer.inner(state)
             trees.check_state(inner, engine.rule.state_type)
-            plans = Plans.make(engine, tuple(model.layers), params, inner, per_layer)
+            program: Layered | Program
+            program, inputs = (
+                (model, batch)
+                if isinstance(model, Layered)
+                else trace(model, params, batch, layers, has_aux)
+            )
+            plans = Plans.make(engine, program.take_apart(params), params, inner, per_layer)
             states, blockwise = engine.unpack(inner, plans.whole, params)
-            passes, factor = Passes(model, plans.parts, batch), None
+            passes, factor = Passes(program, plans.parts, inputs), None
             if optimizer.clip is not None:
                 norm = Norm(plans.parts, each)
                 passes.backward(norm)
@@ -279,18 +308,25 @@ def train_step(
 class Passes:
     """A forward pass, whose layers' inputs are saved, and backward passes."""
 
-    def __init__(self, model: Layered, parts: Parts, batch: object):
+    def __init__(self, model: Layered | Program, parts: Parts, batch: object):
         self.model, self.parts, self.batch = model, parts, batch
         self.schedule = stages.Schedule.make(model, parts, batch)
         x, self.pull_first = stages.first(model, parts, batch, self.schedule.reading[0])
         self.inputs = []
         for path, layer in model.layers.items():
+            if path not in parts.stacks:
+                self.inputs.append(x)
+                x = layer(None, parts.rest(), x, batch)
+                continue
 
             def body(x: object, weights: object, layer: LayerFunction = layer) -> tuple[Any, Any]:
-                return layer(weights, parts.rest(), x, batch), x
+                changing = map_x(lambda array: array, lambda _: None, x)
+                return layer(weights, parts.rest(), x, batch), jax.tree.leaves(changing)
 
-            x, saved = lax.scan(body, x, parts.stacks[path].tree)
-            self.inputs.append(saved)
+            end, saved = lax.scan(body, x, parts.stacks[path].tree)
+            each = iter(saved)
+            self.inputs.append(map_x(lambda _, each=each: next(each), lambda same: same, x))
+            x = end
         self.x = x
 
     def after(self, earlier: object) -> None:
@@ -306,11 +342,30 @@ class Passes:
         dx = use.finish_rest(due[-1], dx)
         rows = zip(model.layers.items(), self.inputs, reading[1:-1], due[1:-1], strict=True)
         for (path, layer), saved, positions, done in reversed(list(rows)):
-            dx = self._stack(use, layer, parts.stacks[path], saved, dx, positions)
+            if path in parts.stacks:
+                dx = self._stack(use, layer, parts.stacks[path], saved, dx, positions)
+            else:
+                gradients, dx = self._once(layer, saved, dx, positions)
+                use.add(positions, gradients)
             dx = use.finish_rest(done, dx)
         use.add(reading[0], self.pull_first(dx)[0])
         use.finish_rest(due[0], ())
         return loss
+
+    def _once(
+        self, stage: LayerFunction, x: Any, dx: list[jax.Array], positions: list[int]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the gradients of leaves and of x, of a stage that is no stack."""
+        # delayed: else XLA would keep what the forward pass computed from the same arrays
+        x, read = (
+            varying.after(x, dx),
+            varying.after([self.parts.leaves[at] for at in positions], dx),
+        )
+        leaves = self.parts.leaves[:]
+        for at, leaf in zip(positions, read, strict=True):
+            leaves[at] = leaf
+        parts = dataclasses.replace(self.parts, leaves=leaves)
+        return stages.pull_layer(stage, parts, None, positions, x, dx, self.batch)[1:]
 
     def _stack(
         self,
@@ -329,7 +384,11 @@ class Passes:
             dx, totals, of_use = carry
             i = count - 1 - k
             weights = use.weights(stack, i, of_use)
-            x = jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, i, 0, keepdims=False), saved)
+            x = map_x(
+                lambda s: lax.dynamic_index_in_dim(s, i, 0, keepdims=False),
+                lambda same: same,
+                saved,
+            )
             of_layer = treedef.unflatten([w[0] for w in weights])
             gradients, of_rest, dx = stages.pull_layer(
                 layer, parts, of_layer, positions, x, dx, self.batch

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from optax_lowmem._src.core import context, random
-from optax_lowmem._src.release.model import Parts, Stack, take_apart
+from optax_lowmem._src.release.model import Parts, Stack
 from optax_lowmem._src.step import LeafPlan, LeafState
 from optax_lowmem._src.step.batch import LeafBatch
 from optax_lowmem._src.step.engine import Engine, Stepped, count_and_keys, step_leaves
@@ -137,14 +137,13 @@ class Plans:
     def make(
         cls,
         engine: Engine,
-        paths: Sequence[str],
+        parts: Parts,
         params: optax.Params,
         state: optax.OptState,
         per_layer: bool,
     ) -> "Plans":
         """Plan; raise ValueError if a leaf of a stack cannot be stepped layer by layer."""
         whole = engine.plans(params, state, returns_params=True)
-        parts = take_apart(params, paths)
         of_layers = {
             i: layer_plan(engine.rule, whole[i], stack.layers, per_layer)
             for stack in parts.stacks.values()
