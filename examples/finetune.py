@@ -139,12 +139,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def planned(args: argparse.Namespace, budget: int) -> tuple[memory.Plan, str]:
-    """The plan of the run's model and the mode of the run."""
+def planned(args: argparse.Namespace, budget: int, accumulate: bool = False) -> memory.Plan:
+    """The plan of the run's model."""
     sizes = plan.decoder(huggingface.read_config(args.model))
     lora = (tuple((args.lora or "q_proj,v_proj").split(",")), args.rank)
-    found = plan.plan_decoder(sizes, args.optimizer, budget, args.sequence, lora)
-    return found, "lora" if args.lora else "release" if args.release else "resident"
+    found = plan.plan_decoder(sizes, args.optimizer, budget, args.sequence, lora, accumulate)
+    # this program keeps the state on the device
+    modes = tuple(mode for mode in found.modes if mode.name != "offload")
+    return dataclasses.replace(found, modes=modes)
 
 
 def micro_batch(args: argparse.Namespace) -> int:
@@ -157,22 +159,18 @@ def micro_batch(args: argparse.Namespace) -> int:
         return args.micro_batch or 1
     if args.micro_batch or limit is None or args.optimizer not in lowmem.OPTIMIZERS:
         return args.micro_batch or args.batch
-    found, name = planned(args, limit)
-    (mode,) = (mode for mode in found.modes if mode.name == name)
-    if mode.total_bytes(args.batch) <= limit:
-        return args.batch
-    # gradients of micro-batches are added up beside those of one
-    mode = dataclasses.replace(mode, gradients=2 * mode.gradients)
-    for rows in range(args.batch - 1, 0, -1):
-        fits = args.batch % rows == 0 and mode.total_bytes(rows) <= limit
-        if fits and not args.release:
-            return rows
+    name = "lora" if args.lora else "release" if args.release else "resident"
+    for accumulate in (False, True):
+        for mode in planned(args, limit, accumulate).modes:
+            if mode.name == name and mode.batch >= (1 if accumulate else args.batch):
+                rows = range(min(mode.batch, args.batch), 0, -1)
+                return next(n for n in rows if args.batch % n == 0)
     raise SystemExit(f"--batch {args.batch} does not fit.\n{advice(args, limit)}")
 
 
 def advice(args: argparse.Namespace, limit: int) -> str:
     """The plan, and the nearest configuration that fits."""
-    found, _ = planned(args, limit)
+    found = planned(args, limit)
     best = found.best
     if best is None:
         return f"{found}\nNothing fits: shorten --sequence, or choose a smaller model."

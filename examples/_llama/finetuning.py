@@ -121,7 +121,7 @@ def make_program(
         return trained, frozen, moved(trained, state)
 
     moved = offloaded(model, tx, settings)
-    step = _released(model, tx, settings) if settings.release else _ordinary(model, tx, settings)
+    step = make_step(model, tx, settings)
     return Program(
         model,
         tx,
@@ -131,6 +131,11 @@ def make_program(
         jax.jit(lambda trained, frozen, batch: model(joined(trained, frozen), batch)),
         settings.accumulate,
     )
+
+
+def make_step(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
+    """Return the step of a `Program`."""
+    return (_released if settings.release else _ordinary)(model, tx, settings)
 
 
 def _ordinary(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:

@@ -13,19 +13,16 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import context, host, numerics, random, trees
-from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.compiled import FEW, compiled, each, is_eager, unstacked
 from optax_lowmem._src.core.hyperparameters import check_schedule
 from optax_lowmem._src.core.policy import warn_of_patterns
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.step import LeafPlan, choose, fused_updates, matrices
+from optax_lowmem._src.step import choose, fused_updates, matrices
 from optax_lowmem._src.step.batch import LeafBatch, LeafState
-from optax_lowmem._src.step.matrix_axes import MatrixAxes
-from optax_lowmem._src.step.plan import plan_leaves, rounds_weights, warn_of_four_bits
+from optax_lowmem._src.step.plan import LeafPlanner, rounds_weights, warn_of_four_bits
 from optax_lowmem._src.step.prepare import prepare_leaves
 from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
 from optax_lowmem._src.step.state import StateFormat, check_order
-from optax_lowmem._src.step.storage import Storage
 
 Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
 
@@ -41,43 +38,20 @@ class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: igno
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Engine(StateFormat):
-    """An optimizer: its static settings and its hyperparameters.
+class Engine(StateFormat, LeafPlanner):
+    """An optimizer: the settings of its plans, and its hyperparameters.
 
     Attributes:
-      storage: how the state is stored.
       hyperparameters: returns the f32 scalars of a step, given the count before it.
       schedules: the hyperparameters that were given as schedules, by name.
-      decay_mask: optax-style mask of weight decay.
-      slot_dtypes: dtypes of uncompressed slots, by default f32.
-      structure: which elements share a value of block-wise slots.
-      matrices: which leaves are matrices, for rules that treat these differently.
     """
 
-    storage: Storage
     hyperparameters: Hyperparameters
     schedules: Mapping[str, Callable[[jax.Array], Any]] = dataclasses.field(default_factory=dict)
-    decay_mask: optax.MaskOrFn = None
-    slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    structure: BlockStructure | None = None
-    matrices: MatrixAxes | None = None
 
     def transformation(self) -> "EngineTransformation":
         """Return the optax transformation."""
         return EngineTransformation(self.init, self.update)
-
-    def plans(
-        self,
-        params: optax.Params,
-        state: optax.OptState | None = None,
-        returns_params: bool = False,
-    ) -> list[LeafPlan]:
-        """Return `plan_leaves` with the settings of this optimizer."""
-        return plan_leaves(
-            self.rule, self.storage, params, state, weights=self.weights,
-            decay_mask=self.decay_mask, slot_dtypes=self.slot_dtypes, structure=self.structure,
-            matrices=self.matrices, returns_params=returns_params,
-        )  # fmt: skip
 
     def init(self, params: optax.Params) -> Any:
         """Return a zero state with the parameters' sharding; record the decisions."""
@@ -297,10 +271,10 @@ def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         blockwise = part.blockwise
         if leaf_rule.prepares in ("leaf", "blocks"):
             part, blockwise = prepare_leaves(leaf_rule, part)
-        part = dataclasses.replace(part, blockwise=[], blockwise_keys=None)
         if isinstance(leaf_rule, MatrixRule):
-            stepped = matrices.step_leaves(leaf_rule, part)
+            stepped, blockwise = matrices.step_leaves(leaf_rule, part)
         else:
+            part = dataclasses.replace(part, blockwise=[], blockwise_keys=None)
             stepped = fused_updates(leaf_rule, part)
         for i, (update, state), of_blocks in zip(indices, stepped, blockwise, strict=True):
             results[i] = update, state, of_blocks
