@@ -346,7 +346,7 @@ def operands(
     shapes: Sequence[tuple[int, ...]],
     implementation: str | None = None,
 ) -> list[Any]:
-    """Return `Block.operands` of each leaf.
+    """Return what the step reads of each leaf's v_mean (`Block.operands`), by a kernel if it can.
 
     Args:
       blocks: one per leaf.

@@ -91,7 +91,7 @@ def check_groups(x: jax.Array, group_size: int) -> None:
 def check_stored(
     codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int, length: int | None
 ) -> int:
-    """Return the length of the last axis of the values.
+    """Check codes and scales; return the length of the last axis of their values.
 
     Raises:
       ValueError: if codes and scales do not match each other or the codec.

@@ -1,4 +1,4 @@
-"""How a kernel is cut over devices, said by the names of its arrays' axes."""
+"""Partition of a kernel over devices, by names for the axes of its arrays."""
 
 import contextlib
 import itertools

@@ -89,7 +89,7 @@ class Tiles:
         return Tiles(tiles.reshape(*tiles.shape[:-2], -1))
 
     def moved(self, d: int, to: int) -> "Tiles":
-        """Return the tiles with the cut of a dimension as a further cut of another, before it."""
+        """Return the tiles with dimension `d` uncut, and each part of `to` < `d` cut instead."""
         tiles = np.moveaxis(np.expand_dims(self.devices, d + 1), d, to + 1)
         return Tiles(tiles.reshape(*tiles.shape[:to], -1, *tiles.shape[to + 2 :]))
 
@@ -112,7 +112,7 @@ class Tiles:
 class Partition(abc.ABC):
     """How a call is cut into the work of devices, each of which has parts of the operands.
 
-    It is asked while XLA compiles, under the context variables of when it was made.
+    XLA calls its methods while it compiles; they use the context variables of its creation.
     """
 
     def __init__(self) -> None:
@@ -139,13 +139,13 @@ class Partition(abc.ABC):
         """Return (tiles of operands, tiles of results, the work of a device).
 
         Args:
-          given: how XLA would cut the operands; None where it does not say.
+          given: how XLA would cut the operands; None where XLA leaves it open.
           wanted: likewise, the results.
           count: number of devices; a device's number is `jax.lax.axis_index(EVERY)`.
         """
 
     def traced(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Call a function as it would have been called when this was made."""
+        """Call a function with the context variables and `enable_x64` of this object's creation."""
         switch = contextlib.nullcontext() if _x64() == self._x64 else jax.enable_x64(self._x64)
         with switch:
             return self._context.copy().run(work, *args)
