@@ -112,7 +112,8 @@ def counterpart_name(tx: optax.GradientTransformation) -> str:
 
 def _optax_constructor(engine: Engine) -> Constructor | None:
     """Return the constructor of the optax optimizer with the state of an engine in f32."""
-    record = next((r for r in every_record() if type(r.rule) is type(engine.rule)), None)
+    alike = (r for r in every_record() if type(r.rule) is type(engine.rule))
+    record = next((r for r in alike if r.rule.slots == engine.rule.slots), None)
     if record is None:
         return None
     if not engine.weights:
