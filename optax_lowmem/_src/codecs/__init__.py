@@ -108,7 +108,7 @@ def check_stored(
     given = StoredSlot(codes, scales)
     if not given.is_like(forms):
         raise ValueError(
-            f"got {given.words}, but {codec.name} in groups of {group_size} stores {forms.words}: "
+            f"got {given.text}, but {codec.name} in groups of {group_size} stores {forms.text}: "
             "pass the codec and group_size that encoded them"
         )
     return length
