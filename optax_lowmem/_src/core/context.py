@@ -37,7 +37,7 @@ class Decision:
       block: the `Block` whose elements share a value, if any.
       shape: shape of the parameter, or of the slot's values if it differs without a block.
       choose: for a step, a function that returns form and reason; only `explain` calls it.
-      patterns: `Policy.exclude` of the policy that was asked about the slot.
+      patterns: `Policy.exclude` of the policy that decided about the slot.
     """
 
     path: str

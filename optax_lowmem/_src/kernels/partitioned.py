@@ -1,4 +1,4 @@
-"""Calls that XLA's partitioner asks how to cut, once it knows the shardings of all operands.
+"""Calls that are partitioned by callback, once XLA knows the shardings of all operands.
 
 `jax.experimental.custom_partitioning` does this too, but names a call by an address: a program with
 one is never found in the persistent compilation cache. Here a call is named by its content. This is
@@ -130,7 +130,7 @@ class Partition(abc.ABC):
 
     @abc.abstractmethod
     def rule(self) -> SdyShardingRule:
-        """Return which dimensions of operands and results are cut alike."""
+        """Return which dimensions of operands and results have the same sharding."""
 
     @abc.abstractmethod
     def cut(
@@ -215,7 +215,7 @@ def _printed(jaxpr: Any) -> str:
 
 
 def _cut(partition: Partition, count: int, mesh: Any, args: Any, results: Any) -> Any:
-    """Answer XLA's partitioner."""
+    """Return a call's mesh, the work of a device, and the shardings of results and operands."""
     del mesh
     devices = next(x.sharding for x in args if x.sharding is not None)._internal_device_list
     tiles = ([_tiles_of(x) for x in every] for every in (args, results))
@@ -275,7 +275,7 @@ def _name(module: Any, call: Any, content: str) -> None:
 
 @functools.cache
 def _register() -> None:
-    """Let XLA ask `_answer` about calls."""
+    """Register `_answer` as the callback by which XLA partitions calls."""
     register = functools.partial(
         xla_client.register_custom_call_partitioner,
         name=_CALL,
@@ -289,7 +289,7 @@ def _register() -> None:
 
 
 def _answer(*asked: Any) -> Any:
-    """Answer as JAX does, but the same question about equal calls of a program only once.
+    """Partition a call by JAX's callback, with a cache for equal calls of a program.
 
     To lower a kernel takes up to a second, and a model has equal calls in each of its layers.
     """

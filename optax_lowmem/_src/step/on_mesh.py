@@ -209,7 +209,7 @@ class StepPartition(Partition):
         return tiles, [tiles[j] for j in self._likes], work
 
     def rule(self) -> SdyShardingRule:
-        """Return the rule: arrays of a leaf are cut alike, the last dimension between groups."""
+        """Return the rule: arrays of a leaf have one sharding, and groups stay whole."""
         factors = [_Factors(f"leaf{i}_", plan) for i, plan in enumerate(self._plans)]
         owner = {j: i for i, owners in enumerate(self._owners) for j in owners}
         whole: list[str] = []

@@ -119,7 +119,7 @@ def _decoded(
     length: int,
     group_size: int,
 ) -> jax.Array:
-    """Undo `_encoded`."""
+    """Invert `_encoded`."""
     # XLA instead of a kernel: it is fused into the inner update, and f32 values are never stored
     rows = _shaped(codes, (codes.size,), None) if flattened else codes
     values = group_codec.decode(codec, rows, scales, group_size, length, implementation="xla")
