@@ -80,7 +80,7 @@ class Columns:
 
     @property
     def across(self) -> int:
-        """Tiles beside each other."""
+        """Number of tiles side by side along a row."""
         return -(-self.width // self.tile_width)
 
     @property
@@ -103,7 +103,7 @@ class Columns:
 
     @property
     def result(self) -> tuple[int, int]:
-        """The shape of what is left."""
+        """The shape of the sums that this launch writes."""
         left = self.left
         return (self.outer * self.parts, self.width) if left is None else left.shape
 
@@ -155,12 +155,12 @@ class Sides:
 
     @property
     def result(self) -> tuple[int, int]:
-        """The shape of what is left."""
+        """The shape of the sums that this launch writes."""
         return self.left.shape
 
     @property
     def across(self) -> tuple[int, int]:
-        """Tiles beside each other, of rows and of columns."""
+        """Numbers of tiles side by side, for rows and for columns."""
         return -(-self.rows // self.tile_width), -(-self.columns // self.tile_width)
 
     @property
@@ -346,7 +346,7 @@ def operands(
     shapes: Sequence[tuple[int, ...]],
     implementation: str | None = None,
 ) -> list[Any]:
-    """Return `Block.operands` of each leaf.
+    """Return what the step reads of each leaf's v_mean (`Block.operands`), by a kernel if it can.
 
     Args:
       blocks: one per leaf.

@@ -75,12 +75,12 @@ def damaged(folder: "epath.Path") -> Iterator[str]:
     yield from results
 
 
-def _difference(form: tuple[int, int] | None, wanted: list[int]) -> str | None:
+def _difference(form: tuple[int, int] | None, expected: list[int]) -> str | None:
     if form is None:
         return "is missing"
-    if form[0] != wanted[0]:
-        return f"has {form[0]} bytes, but {wanted[0]} were written"
-    return "has other bytes than were written" if form[1] != wanted[1] else None
+    if form[0] != expected[0]:
+        return f"has {form[0]} bytes, but {expected[0]} were written"
+    return "has other bytes than were written" if form[1] != expected[1] else None
 
 
 def _read_checksums(folder: "epath.Path", name: str) -> dict[str, list[int]]:

@@ -158,12 +158,12 @@ def _missing_entries(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Itera
     same = all(dict(saved[part]) == here[part] for part in ("params", "state"))
     for path, of_leaf in here["slots"].items():
         stored = saved["slots"].get(path, {})
-        for slot, wanted in of_leaf.items():
+        for slot, expected in of_leaf.items():
             if slot not in stored:
                 if same:
                     yield f"slot '{slot}' of '{path}'"
                 continue
-            fields = ["split"] if "split" in wanted else ["codec"]
+            fields = ["split"] if "split" in expected else ["codec"]
             if stored[slot].get("codec") is not None:
                 fields += ["scale", "group_size"]
             missing = [field for field in fields if field not in stored[slot]]
@@ -175,13 +175,13 @@ def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
     remedy = "Restore with the parameters that it was saved with."
     yield from array_differences("parameter", saved["params"], here["params"], remedy)
     for path, of_leaf in here["slots"].items():
-        for slot, wanted in of_leaf.items():
+        for slot, expected in of_leaf.items():
             stored = saved["slots"].get(path, {}).get(slot)
-            if stored is not None and _without_rounding(stored) != _without_rounding(wanted):
+            if stored is not None and _without_rounding(stored) != _without_rounding(expected):
                 yield (
                     f"slot {slot} of '{path}' was saved as {_slot_text(stored)}, and this "
-                    f"optimizer reads {_slot_text(wanted)}, which would decode the same bytes to "
-                    f"other values. Restore with {_advice(slot, stored, wanted)} and, to change "
+                    f"optimizer reads {_slot_text(expected)}, which would decode the same bytes to "
+                    f"other values. Restore with {_advice(slot, stored, expected)} and, to change "
                     "the format, convert it: checkpoint.to_optax, then checkpoint.from_optax."
                 )
     remedy = (
@@ -238,9 +238,12 @@ def _block_text(block: Mapping[str, Any]) -> str:
     return f", a value for each block of axes {axes}" + (f" and heads {heads}" if heads else "")
 
 
-def _advice(slot: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+def _advice(slot: str, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     """Return as text the settings that read what was saved."""
-    if {**_without_rounding(stored), "block": None} == {**_without_rounding(wanted), "block": None}:
+    if {**_without_rounding(stored), "block": None} == {
+        **_without_rounding(expected),
+        "block": None,
+    }:
         return "the optimizer, and its blocks or min_dim_size_to_factor, that it was saved with"
     if "split" in stored:
         scheme, _, bits = (stored["split"] or "").partition("-")

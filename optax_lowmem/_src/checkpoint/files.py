@@ -163,10 +163,12 @@ def remove_temporary(path: StrPath) -> None:
                 folder.rmtree()
 
 
-def check_arrays(manager: "ocp.CheckpointManager", step: int, wanted: Mapping[str, object]) -> None:
+def check_arrays(
+    manager: "ocp.CheckpointManager", step: int, expected: Mapping[str, object]
+) -> None:
     """Raise if a stored array has another dtype or shape, which Orbax would cast or pad."""
     result = _item_metadata(manager, step)
-    for name, target in wanted.items():
+    for name, target in expected.items():
         stored = getattr(result[name], "tree", result[name]) if name in result else None
         if stored is None:  # a manager without these handlers has no metadata
             continue

@@ -147,7 +147,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _array(leaf: Any) -> Any:
-    """Return a leaf as an array; of random keys their data, beside the name of their kind."""
+    """Return a leaf as an array; for random keys, a dict from their dtype to their data."""
     if not _is_key(leaf):
         return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
     abstract = isinstance(leaf, jax.ShapeDtypeStruct)

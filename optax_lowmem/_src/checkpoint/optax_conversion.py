@@ -177,8 +177,8 @@ class _Converter:
     def same(self, ours: optax.OptState, theirs: optax.OptState, where: str) -> Any:
         """Cast the arrays of one side to the dtypes of the other; both have the same tree."""
         target, source = self.choose(ours, theirs)
-        wanted: Any = jax.tree.structure(target)
-        if wanted != jax.tree.structure(source):
+        expected: Any = jax.tree.structure(target)
+        if expected != jax.tree.structure(source):
             raise _mismatch(ours, theirs, where)
 
         def leaf(like: jax.Array | jax.ShapeDtypeStruct, x: jax.Array) -> Any:
@@ -385,11 +385,11 @@ def _is_state(node: Any) -> bool:
     return trees.is_state(node) and bool(node._fields)
 
 
-def check_paths(what: str, paths: Iterable[str], wanted: Sequence[str], where: str) -> None:
+def check_paths(what: str, paths: Iterable[str], expected: Sequence[str], where: str) -> None:
     """Raise unless the leaves with a slot in optax are those with the slot here."""
     paths = list(paths)
-    missing = [path for path in wanted if path not in paths]
-    extra = [path for path in paths if path not in wanted]
+    missing = [path for path in expected if path not in paths]
+    extra = [path for path in paths if path not in expected]
     if missing or extra:
         raise ValueError(
             f"{where}: {what} does not have the leaves of the parameters: missing {missing[:3]}, "
@@ -583,20 +583,20 @@ def _decode_slot(
     stored: Any, scales: Any, like: Any, pop: Callable[[str], context.Decision]
 ) -> Any:
     """Return the f32 values of a stored slot, in a tree like `like`, whose leaves may be fewer."""
-    wanted = dict(trees.named_leaves(like))
+    expected = dict(trees.named_leaves(like))
     _, in_packs = packs.layout(stored)
     values = []
     rows = zip(trees.named_leaves(stored), jax.tree.leaves(scales), strict=True)
     for (path, leaf), scale in rows:
-        if path in wanted:
-            decision, shape = pop(path), wanted[path].shape
+        if path in expected:
+            decision, shape = pop(path), expected[path].shape
             if path in in_packs:
-                shape = (sum(math.prod(wanted[name].shape) for name in in_packs[path]),)
+                shape = (sum(math.prod(expected[name].shape) for name in in_packs[path]),)
                 decision = dataclasses.replace(decision, shape=shape)
             leaf = decode_leaf(decision, leaf, scale, shape)
         values.append(leaf)
-    named = packs.unpacked(array_metadata.like(stored, values), wanted)
-    leaves = [named[path].astype(leaf.dtype) for path, leaf in wanted.items()]
+    named = packs.unpacked(array_metadata.like(stored, values), expected)
+    leaves = [named[path].astype(leaf.dtype) for path, leaf in expected.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 

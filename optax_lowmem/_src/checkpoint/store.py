@@ -400,10 +400,10 @@ def restore_from(
     state_like, decisions = context.dry_run(tx, params_like)
     compare(saved, describe(params_like, state_like, decisions))
     abstract = targets(params_like, state_like, shardings, decisions)
-    wanted = dict(zip((PARAMS, STATE), abstract, strict=True))
-    stored = {n: tree for n, t in wanted.items() if (tree := packed(t)) is not None}
+    expected = dict(zip((PARAMS, STATE), abstract, strict=True))
+    stored = {n: tree for n, t in expected.items() if (tree := packed(t)) is not None}
     files.check_arrays(manager, step, stored)
     items = {name: ocp.args.StandardRestore(target) for name, target in stored.items()}
     result = files.read(manager, step, items) if items else {}
-    params, state = (unpacked(result.get(name), target) for name, target in wanted.items())
+    params, state = (unpacked(result.get(name), target) for name, target in expected.items())
     return params, state

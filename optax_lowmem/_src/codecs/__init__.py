@@ -91,7 +91,7 @@ def check_groups(x: jax.Array, group_size: int) -> None:
 def check_stored(
     codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int, length: int | None
 ) -> int:
-    """Return the length of the last axis of the values.
+    """Check codes and scales; return the length of the last axis of their values.
 
     Raises:
       ValueError: if codes and scales do not match each other or the codec.
@@ -108,7 +108,7 @@ def check_stored(
     given = StoredSlot(codes, scales)
     if not given.is_like(forms):
         raise ValueError(
-            f"got {given.words}, but {codec.name} in groups of {group_size} stores {forms.words}: "
+            f"got {given.text}, but {codec.name} in groups of {group_size} stores {forms.text}: "
             "pass the codec and group_size that encoded them"
         )
     return length

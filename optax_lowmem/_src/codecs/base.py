@@ -108,7 +108,7 @@ class StoredSlot(NamedTuple):
         return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in rows)
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Return for example `int8[64, 64] codes with float32[64, 2] scales`."""
         codes, scales = (f"{x.dtype}{list(x.shape)}" for x in self)
         return f"{codes} codes with {scales} scales"

@@ -84,8 +84,8 @@ def encode(
 ) -> tuple[jax.Array, jax.Array]:
     """Run `group_codec.encode_plain` as one kernel; `backend` is that of `gpu_kernel.launch`."""
     tiling = Tiling(x.shape, group_size, tile.elements)
-    wanted = functools.partial(group_codec.encode_plain, codec, group_size=group_size)
-    codes, scales = jax.eval_shape(wanted, x, key=key)
+    plain = functools.partial(group_codec.encode_plain, codec, group_size=group_size)
+    codes, scales = jax.eval_shape(plain, x, key=key)
     viewed = tiling.element_view(x)
     in_bytes = jax.eval_shape(tiling.of_bytes(codec.codes_per_byte).element_view, codes)
     out_shape = (result_like(codes, in_bytes.shape), result_like(scales, (tiling.groups,)))
@@ -107,8 +107,8 @@ def decode(
     backend: str = "pallas",
 ) -> jax.Array:
     """Run `decode_array` as one kernel; `backend` is that of `gpu_kernel.launch`."""
-    wanted = functools.partial(decode_array, codec, group_size=group_size, length=length)
-    values = jax.eval_shape(wanted, codes, scales)
+    plain = functools.partial(decode_array, codec, group_size=group_size, length=length)
+    values = jax.eval_shape(plain, codes, scales)
     tiling = Tiling(values.shape, group_size, tile.elements)
     viewed = tiling.of_bytes(codec.codes_per_byte).element_view(codes)
     out_shape = result_like(values, jax.eval_shape(tiling.element_view, values).shape)

@@ -37,7 +37,7 @@ class Decision:
       block: the `Block` whose elements share a value, if any.
       shape: shape of the parameter, or of the slot's values if it differs without a block.
       choose: for a step, a function that returns form and reason; only `explain` calls it.
-      patterns: `Policy.exclude` of the policy that was asked about the slot.
+      patterns: `Policy.exclude` of the policy that decided about the slot.
     """
 
     path: str
@@ -81,7 +81,7 @@ class Masters:
 class Context:
     """What an `init`, or a trial of an update, reports through the closures of optax's wrappers.
 
-    Each field is None where nobody has asked for it.
+    A field is None outside of the context managers that set it (`recording`, `emitting`, ...).
 
     Attributes:
       decisions: how each slot is stored.
@@ -137,7 +137,7 @@ def absorbing() -> contextlib.AbstractContextManager[list[Decision]]:
 
 
 def current() -> Context:
-    """Return what enclosing contexts have asked for."""
+    """Return the `Context` that the enclosing context managers have set."""
     return _context.get()
 
 

@@ -46,7 +46,7 @@ class Policy(ShowsChanges):
     ) -> str | None:
         """Return why size or name keep a slot from being compressed, or None if they do not.
 
-        `decide_slot` also asks the mask (`masked_out`) and whether the storage has a codec.
+        `decide_slot` also checks the mask (`masked_out`) and whether the storage has a codec.
 
         Args:
           path: the leaf's name.

@@ -1,6 +1,8 @@
 """Random bits from a counter: a hash of (seed, step, leaf path, slot, coordinates).
 
 The result does not depend on sharding, device, masking or recompilation, and nothing is stored.
+Stochastic rounding combines R, a hash per group, with C, a hash per lane of it: see `uniforms`.
+The noise of `gaussws` is made from `words`.
 """
 
 import zlib

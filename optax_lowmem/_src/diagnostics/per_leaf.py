@@ -155,8 +155,8 @@ def _checked(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return `nu` and its scales (None if it is not compressed), checked against its storage."""
     is_code = nu.dtype in (jnp.int8, jnp.uint8)
-    wanted = codec.storage(g.shape, size) if codec is not None and is_code and g.ndim else None
-    if nu.shape not in (g.shape, wanted and wanted.codes.shape):
+    expected = codec.storage(g.shape, size) if codec is not None and is_code and g.ndim else None
+    if nu.shape not in (g.shape, expected and expected.codes.shape):
         raise ValueError(
             f"the second moment of '{path}' has shape {nu.shape}, its gradient {g.shape}: pass the "
             "gradients and the state of one step, and leave out shared moments with `leaves`."
@@ -164,11 +164,11 @@ def _checked(
     if not is_code:
         return nu, None
     kept = None if scales is None else StoredSlot(nu, scales)
-    if kept is None or wanted is None or not kept.is_like(wanted):
+    if kept is None or expected is None or not kept.is_like(expected):
         raise ValueError(
-            f"the second moment of '{path}' is stored as {kept.words if kept else nu.dtype}, but "
+            f"the second moment of '{path}' is stored as {kept.text if kept else nu.dtype}, but "
             f"{codec.name if codec else 'storage.nu=None'} in groups of {size} would be "
-            f"{wanted.words if wanted else 'f32'}. Pass the optimizer's storage=."
+            f"{expected.text if expected else 'f32'}. Pass the optimizer's storage=."
         )
     return nu, scales
 

@@ -168,7 +168,7 @@ def store_normed_plain(
 
 
 def gated(activation: str, *given: jax.Array) -> jax.Array:
-    """Return f(gate), times up if given, for f32 values."""
+    """Return f(gate), or f(gate) * up if `given` is (gate, up), for f32 values."""
     y = ACTIVATIONS[activation](given[0])
     return y * given[1] if len(given) == 2 else y
 

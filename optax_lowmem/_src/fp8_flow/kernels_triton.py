@@ -190,6 +190,7 @@ def _transpose_body(
     program: Program,
     *arrays: Operand,
 ) -> None:
+    """Transpose a tile of codes, or compute `function`, quantize it, and store both orders."""
     given, rest = arrays[:inputs], list(arrays[inputs:])
     row = program.index(0) * ROWS + lax.iota(jnp.int32, ROWS)
     column = program.index(1) * columns + lax.iota(jnp.int32, columns)

@@ -251,6 +251,7 @@ def _recomputing(static: _Linear, x: Coded, kernel: jax.Array) -> jax.Array:
 def _recomputing_backward(
     static: _Linear, saved: tuple[Source, jax.Array], g: jax.Array
 ) -> tuple[Coded, jax.Array]:
+    """Recompute the input; return the gradients of the input and of the kernel."""
     source, kernel = saved
     dx, dw = jax.vjp(partial(_times, static), source.again(), kernel)[1](g)
     return Coded(dx, None, None), dw

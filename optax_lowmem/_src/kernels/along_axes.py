@@ -1,4 +1,4 @@
-"""How a kernel is cut over devices, said by the names of its arrays' axes."""
+"""Partition of a kernel over devices, by names for the axes of its arrays."""
 
 import contextlib
 import itertools
@@ -16,7 +16,7 @@ from optax_lowmem._src.core import numerics
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.kernels.partitioned import EVERY, Partition, Tiles
 
-# Names of axes of an array. Axis `n` is cut alike in all arrays; `n groups` is that of its groups.
+# Names of an array's axes. Axes with one name share a sharding; `n groups` has the groups of `n`.
 # Each device has the whole axis where the name is None.
 Names = tuple[str | None, ...]
 _GROUPS = " groups"
@@ -245,7 +245,7 @@ class _AlongAxes(Partition):
                 yield axis, places[:, d]
 
     def rule(self) -> SdyShardingRule:
-        """Return the rule: axes of one name are cut alike, between their groups."""
+        """Return the rule: axes of one name have one sharding, and groups stay whole."""
         whole: list[str] = []
         sizes: dict[str, Any] = {}
 

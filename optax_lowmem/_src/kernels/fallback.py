@@ -41,17 +41,17 @@ def with_fallback(
       *args: pytrees of arrays.
       several: the fallback for several devices of the kernel's platform, by default `plain`. In a
         `shard_map` over all axes the kernel runs on each device.
-      partition: how the kernel is cut over several devices, where XLA's partitioner can be asked
+      partition: how the kernel is partitioned over several devices, where XLA supports this
         (`partitioned.can_lower`).
     """
     types: list[Any] = []  # filled with one item, the types of the kernel's results
 
-    def first(*args: Any) -> Any:
+    def first(*args: Any) -> Any:  # on the kernel's platform
         result = on_one_device(kernel, several or plain, *args, partition=partition)
         types[:] = [jax.tree.map(jax.typeof, result)]
         return result
 
-    def second(*args: Any) -> Any:
+    def second(*args: Any) -> Any:  # on all others, with results of the kernel's types
         if not types:  # called without a trace
             return plain(*args)
         leaves, treedef = jax.tree.flatten(args)

@@ -89,6 +89,8 @@ def _vector(index: tuple[Index, ...]) -> int | None:
 
 
 class _TracedProgram(Program):
+    """A program that is traced to a jaxpr; `stored` keeps its stores and barriers in it."""
+
     approximations = jaxpr_to_triton.APPROXIMATIONS
 
     def __init__(self, stored: list[jax.Array]) -> None:

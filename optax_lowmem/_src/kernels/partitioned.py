@@ -1,4 +1,4 @@
-"""Calls that XLA's partitioner asks how to cut, once it knows the shardings of all operands.
+"""Calls that are partitioned by callback, once XLA knows the shardings of all operands.
 
 `jax.experimental.custom_partitioning` does this too, but names a call by an address: a program with
 one is never found in the persistent compilation cache. Here a call is named by its content. This is
@@ -89,7 +89,7 @@ class Tiles:
         return Tiles(tiles.reshape(*tiles.shape[:-2], -1))
 
     def moved(self, d: int, to: int) -> "Tiles":
-        """Return the tiles with the cut of a dimension as a further cut of another, before it."""
+        """Return the tiles with dimension `d` uncut, and each part of `to` < `d` cut instead."""
         tiles = np.moveaxis(np.expand_dims(self.devices, d + 1), d, to + 1)
         return Tiles(tiles.reshape(*tiles.shape[:to], -1, *tiles.shape[to + 2 :]))
 
@@ -112,7 +112,7 @@ class Tiles:
 class Partition(abc.ABC):
     """How a call is cut into the work of devices, each of which has parts of the operands.
 
-    It is asked while XLA compiles, under the context variables of when it was made.
+    XLA calls its methods while it compiles; they use the context variables of its creation.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Partition(abc.ABC):
 
     @abc.abstractmethod
     def rule(self) -> SdyShardingRule:
-        """Return which dimensions of operands and results are cut alike."""
+        """Return which dimensions of operands and results have the same sharding."""
 
     @abc.abstractmethod
     def cut(
@@ -139,13 +139,13 @@ class Partition(abc.ABC):
         """Return (tiles of operands, tiles of results, the work of a device).
 
         Args:
-          given: how XLA would cut the operands; None where it does not say.
+          given: how XLA would cut the operands; None where XLA leaves it open.
           wanted: likewise, the results.
           count: number of devices; a device's number is `jax.lax.axis_index(EVERY)`.
         """
 
     def traced(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Call a function as it would have been called when this was made."""
+        """Call a function with the context variables and `enable_x64` of this object's creation."""
         switch = contextlib.nullcontext() if _x64() == self._x64 else jax.enable_x64(self._x64)
         with switch:
             return self._context.copy().run(work, *args)
@@ -215,7 +215,7 @@ def _printed(jaxpr: Any) -> str:
 
 
 def _cut(partition: Partition, count: int, mesh: Any, args: Any, results: Any) -> Any:
-    """Answer XLA's partitioner."""
+    """Return a call's mesh, the work of a device, and the shardings of results and operands."""
     del mesh
     devices = next(x.sharding for x in args if x.sharding is not None)._internal_device_list
     tiles = ([_tiles_of(x) for x in every] for every in (args, results))
@@ -275,7 +275,7 @@ def _name(module: Any, call: Any, content: str) -> None:
 
 @functools.cache
 def _register() -> None:
-    """Let XLA ask `_answer` about calls."""
+    """Register `_answer` as the callback by which XLA partitions calls."""
     register = functools.partial(
         xla_client.register_custom_call_partitioner,
         name=_CALL,
@@ -289,7 +289,7 @@ def _register() -> None:
 
 
 def _answer(*asked: Any) -> Any:
-    """Answer as JAX does, but the same question about equal calls of a program only once.
+    """Partition a call by JAX's callback, with a cache for equal calls of a program.
 
     To lower a kernel takes up to a second, and a model has equal calls in each of its layers.
     """

@@ -138,7 +138,7 @@ def not_hopper_reason() -> str | None:
 
 
 def multiprocessors() -> int:
-    """Return the number of multiprocessors of this machine's GPU, or of an H100 without one."""
+    """Return the number of multiprocessors of this machine's GPU; without a GPU, of an H100."""
     return getattr(jax.local_devices()[0], "core_count", None) or _MULTIPROCESSORS
 
 

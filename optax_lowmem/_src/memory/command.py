@@ -57,9 +57,9 @@ def plan_decoder(
     tx, weights = OPTIMIZERS[optimizer].make(1e-5), sizes.params()
     make = functools.partial(plan, tx, budget=budget, stacks=("layers",), accumulate=accumulate)
     activations = functools.partial(sizes.activations, sequence=sequence, accumulate=accumulate)
-    found: list[ModePlan] = []
+    plans: list[ModePlan] = []
     for mode in (RESIDENT,) if sizes.gemma else MODES:  # the others need equal layers
-        found += make(
+        plans += make(
             weights, activations=functools.partial(activations, mode=mode), modes=(mode,)
         ).modes
     if lora is not None:
@@ -67,8 +67,8 @@ def plan_decoder(
         (mode_plan,) = make(
             sizes.params(lora), frozen=weights, activations=of_adapters, modes=(RESIDENT,)
         ).modes
-        found.append(dataclasses.replace(mode_plan, name=LORA))
-    return Plan(budget, tuple(found))
+        plans.append(dataclasses.replace(mode_plan, name=LORA))
+    return Plan(budget, tuple(plans))
 
 
 def advice(sizes: Decoder, optimizer: str, budget: int, sequence: int, lora: Adapters) -> str:

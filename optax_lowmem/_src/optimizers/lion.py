@@ -39,7 +39,7 @@ class FlashLionState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LionRule(UpdateRule):
-    """sign(b1 m + (1-b1) g), the sign replaced as `mode` says, then m = b2 m + (1-b2) g."""
+    """sign(b1 m + (1-b1) g), the sign replaced according to `mode`, then m = b2 m + (1-b2) g."""
 
     mode: str = "hard"
     smooth_beta: float = 1.0

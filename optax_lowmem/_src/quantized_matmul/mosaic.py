@@ -77,16 +77,16 @@ def _scales(ref: jax.Ref, first: jax.Array, summed: int) -> jax.Array:
     return load(ref.at[pl.ds(first, TILE)], layout=layout, optimized=False)
 
 
-def _scaled(found: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
+def _scaled(values: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
     """Return sums times the result of `_scales` for an axis."""
-    return found * (lax.broadcast_in_dim(scales, found.shape, (axis,)) if scales.ndim else scales)
+    return values * (lax.broadcast_in_dim(scales, values.shape, (axis,)) if scales.ndim else scales)
 
 
-def _store(found: jax.Array, buffers: jax.Ref, out: jax.Ref) -> None:
+def _store(values: jax.Array, buffers: jax.Ref, out: jax.Ref) -> None:
     """Write a warpgroup's part in pieces; copies to and from shared memory overlap."""
     slots, rows, columns = buffers.shape
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for piece in range(found.size // (rows * columns)):
+    for piece in range(values.size // (rows * columns)):
         row, column = divmod(piece, TILE // columns)
         part = (
             slice(row * rows, (row + 1) * rows),
@@ -94,14 +94,16 @@ def _store(found: jax.Array, buffers: jax.Ref, out: jax.Ref) -> None:
         )
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         buffer = buffers.at[piece % slots]
-        buffer[...] = found[part]
+        buffer[...] = values[part]
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, out.at[part])
 
 
-def _multiply_step(own: slice | pl.Slice, _: object, a: jax.Ref, b: jax.Ref, sums: Any) -> Any:
+def _multiply_step(
+    group_columns: slice | pl.Slice, _: object, a: jax.Ref, b: jax.Ref, sums: Any
+) -> Any:
     """Add the product of two blocks to the sums of this warpgroup's columns."""
-    plgpu.wgmma(sums, a, b.at[own].transpose((1, 0)))
+    plgpu.wgmma(sums, a, b.at[group_columns].transpose((1, 0)))
     plgpu.wgmma_wait(0)
     return sums
 
@@ -119,7 +121,7 @@ def _body(a: jax.Ref, b: jax.Ref, of_a: jax.Ref, of_b: jax.Ref, out: jax.Ref) ->
 
     def program(shared: Any, buffers: jax.Ref) -> None:
         group = lax.axis_index("warpgroup")
-        own = pl.ds(group * TILE, TILE)
+        group_columns = pl.ds(group * TILE, TILE)
 
         @plgpu.nd_loop((math.prod(blocks),), collective_axes="program")
         def _(loop: Any) -> None:
@@ -138,10 +140,10 @@ def _body(a: jax.Ref, b: jax.Ref, of_a: jax.Ref, of_b: jax.Ref, out: jax.Ref) ->
                     result = sums[...].astype(jnp.float32)
                     # in the order of `multiply_plain`
                     result = _scaled(_scaled(result, of_columns, 1), of_rows, 0)
-                    place = out.at[part].at[:, own]
+                    place = out.at[part].at[:, group_columns]
                     _store(result.astype(out.dtype), buffers.at[group], place)
 
-            step = functools.partial(_multiply_step, own)
+            step = functools.partial(_multiply_step, group_columns)
             pipeline(step, around)(a.at[part[0]], b.at[part[1]], allocations=shared)
 
     def nothing(*_: object) -> None: ...

@@ -174,7 +174,7 @@ def multiply_plain(
         a.codes, b.codes, dims, preferred_element_type=kind, out_sharding=sharding
     )
     result = result if over_devices is None else over_devices(result)
-    of_a, of_b = (jnp.squeeze(x.scales, own) for x, own in zip((a, b), axes, strict=True))
+    of_a, of_b = (jnp.squeeze(x.scales, axis) for x, axis in zip((a, b), axes, strict=True))
     rank_a, rank_b = of_a.ndim, of_b.ndim
     of_a = jnp.expand_dims(of_a, tuple(range(rank_a, rank_a + rank_b)))
     of_b = jnp.expand_dims(of_b, tuple(range(rank_a)))

@@ -23,6 +23,7 @@ _TRANSPOSED_TILE = 64
 def _rows_body(
     to: Format, rows: int, program: Program, x_at: Operand, codes_at: Operand, scales_at: Operand
 ) -> None:
+    """Quantize some rows, each with its scale."""
     row = program.index() * rows + lax.iota(jnp.int32, rows)
     lane = lax.iota(jnp.int32, next_power_of_two(x_at.shape[1]))
     part, there = tiles.part(x_at, row, lane)

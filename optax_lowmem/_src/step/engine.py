@@ -257,7 +257,7 @@ def _check_streams(state: optax.OptState) -> None:
 
 
 def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
-    """Do `step_leaves`, stepping the leaves of each rule `for_leaf` together."""
+    """Prepare and step leaves, those with the same rule (`UpdateRule.for_leaf`) together."""
     parts: dict[UpdateRule, list[int]] = {}
     for i, plan in enumerate(batch.plans):
         parts.setdefault(rule.for_leaf(plan.matrices), []).append(i)

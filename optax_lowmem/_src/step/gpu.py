@@ -175,7 +175,7 @@ def _in_order(
 
 
 def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Result]:
-    """Step the parameters of one launch."""
+    """Step the parameters of one launch: by the kernel, or by XLA where it cannot run."""
     plans, paths = batch.nameless.plans, [plan.path for plan in batch.plans]
     leaves = [batch.leaf(i) for i in range(len(batch.plans))]
     names, numbers = tuple(sorted(batch.h(0))), batch.numbers
@@ -395,7 +395,7 @@ def _tilings(plans: Sequence[LeafPlan], elements: int, backend: str) -> tuple[Ti
 
 
 def _code_of(plan: LeafPlan, tile: Tile) -> tuple[tiles.Form, tuple[bool, ...]]:
-    """Return what leaves have in common if they share the code of generated Triton."""
+    """Return a key that is equal for leaves which can share generated Triton code."""
     tiling = Tiling(plan.shape, plan.group_size, tile.elements)
     within = tuple(tiles.within_groups(tiling, part) for part in _parts(plan))
     return tiles.Form.of([tiling])._replace(masked=True), within

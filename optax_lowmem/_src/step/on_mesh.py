@@ -160,9 +160,9 @@ class StepPartition(Partition):
         arrays, self._treedef = jax.tree.flatten(arguments)
         self._shapes = [x.shape for x in arrays]
         leaves, *_ = jax.tree.unflatten(self._treedef, range(len(arrays)))
-        self._owners: list[list[int]] = []  # operands of each leaf, which are cut alike
+        self._owners: list[list[int]] = []  # operands of each leaf, which are cut together
         self._likes: list[int] = []  # of each result, the operand that it is cut like
-        self._deciding: list[list[int]] = []  # operands that say how a leaf is cut, the first most
+        self._deciding: list[list[int]] = []  # operands that decide how a leaf is cut
         for leaf in leaves:
             state = leaf.state.slots, leaf.state.correction
             self._deciding.append(jax.tree.leaves((state, leaf.p, leaf.g)))
@@ -171,7 +171,7 @@ class StepPartition(Partition):
 
     @property
     def content(self) -> str:
-        """The plans and what the caller says."""
+        """The plans, and the `content` and `backend` that the caller gave."""
         return f"step {self._name[1]} {self._content} {self._plans} {self._numbers} {self._treedef}"
 
     def named(self) -> contextlib.AbstractContextManager[None]:
@@ -209,7 +209,7 @@ class StepPartition(Partition):
         return tiles, [tiles[j] for j in self._likes], work
 
     def rule(self) -> SdyShardingRule:
-        """Return the rule: arrays of a leaf are cut alike, the last dimension between groups."""
+        """Return the rule: arrays of a leaf have one sharding, and groups stay whole."""
         factors = [_Factors(f"leaf{i}_", plan) for i, plan in enumerate(self._plans)]
         owner = {j: i for i, owners in enumerate(self._owners) for j in owners}
         whole: list[str] = []
@@ -243,6 +243,7 @@ def _finest(plan: LeafPlan, given: Sequence[Tiles | None], count: int) -> Tiles:
 
 
 def _mended(plan: LeafPlan, tiles: Tiles) -> Tiles:
+    """Move cuts that the plan does not allow to an earlier dimension, or remove them."""
     for d in range(len(plan.shape)):
         parts = tiles.parts[d]
         if plan.cut_reason(d, parts) is None:
@@ -292,5 +293,6 @@ class _Factors:
         return ArrayMapping(*dims)
 
     def _whole(self, d: int, size: int, whole: list[str]) -> str:
+        """Name a dimension that is not cut, and add the name to `whole`."""
         whole.append(f"{self.prefix}{d}_of{size}")
         return whole[-1]

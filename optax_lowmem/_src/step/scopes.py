@@ -1,4 +1,4 @@
-"""Names of steps in compiled programs, which say what stepped each parameter."""
+"""Names of steps in compiled programs, from which to read what stepped each parameter."""
 
 import re
 import urllib.parse

@@ -197,7 +197,7 @@ class _PackedStep:
     def small_outputs(
         self, leaf: Leaf, h: Scalars, divisors: Scalars, seeds: random.Seeds | None
     ) -> dict[str, jax.Array]:
-        """Return the codes, and the weight's bits and its correction, by name."""
+        """Return the 8- and 16-bit outputs by name: codes, the weight's bits, its correction."""
         plan = self.plan
         step, values = self.advance(leaf, h)
         layout = _Unpacked(plan.group_size, plan.shape[-1])

@@ -119,7 +119,7 @@ def _decoded(
     length: int,
     group_size: int,
 ) -> jax.Array:
-    """Undo `_encoded`."""
+    """Invert `_encoded`."""
     # XLA instead of a kernel: it is fused into the inner update, and f32 values are never stored
     rows = _shaped(codes, (codes.size,), None) if flattened else codes
     values = group_codec.decode(codec, rows, scales, group_size, length, implementation="xla")
@@ -161,7 +161,7 @@ class Compressor:
     Attributes:
       inner: the transformation inside.
       select: returns the codec of a slot, or None.
-      wanted: names of slots that must exist.
+      required: names of slots that must exist.
       group_size: number of neighbors that share a scale.
       rounding: `stochastic` or `nearest`.
       seed: seed of the hash for stochastic rounding.
@@ -171,7 +171,7 @@ class Compressor:
 
     inner: optax.GradientTransformationExtraArgs
     select: Select
-    wanted: tuple[str, ...]
+    required: tuple[str, ...]
     group_size: int
     rounding: str
     seed: int
@@ -245,7 +245,7 @@ class Compressor:
             return value
 
         map_slots(visit, state)
-        missing = [name for name in self.wanted if name not in fields]
+        missing = [name for name in self.required if name not in fields]
         if missing or not slots:
             raise ValueError(
                 f"the optimizer's state has no slot {' or '.join(missing) or 'to compress'}; "
@@ -388,12 +388,12 @@ class Compressor:
                     shape = (codes.size,) if flattened else shape
                     form = jax.ShapeDtypeStruct(shape, codes.dtype) if flattened else codes
                     given = StoredSlot(form, scales)
-                    wanted = slot.codec.storage(shape, self.group_size)
-                    if not given.is_like(wanted):
+                    expected = slot.codec.storage(shape, self.group_size)
+                    if not given.is_like(expected):
                         raise ValueError(
-                            f"state of '{path}', slot {slot.name}: {given.words}, but "
+                            f"state of '{path}', slot {slot.name}: {given.text}, but "
                             f"{slot.codec.name} in groups of {self.group_size} keeps "
-                            f"{wanted.words}. The state was made or restored with other settings: "
+                            f"{expected.text}. The state was made or restored with other settings: "
                             "use those, or call init again."
                         )
                     rows.append((slot.codec, codes, scales, flattened, shape[-1]))

@@ -106,8 +106,8 @@ class _Splitter:
         return updates, SplitState(count, state.seed, correction, inner)
 
     def _update_dtype(self, dtype: jnp.dtype, of_gradient: jnp.dtype | None) -> jnp.dtype:
-        wanted = {"param": dtype, "gradient": of_gradient}.get(self.storage.update_dtype)
-        return dtype if wanted == dtype else jnp.dtype(jnp.float32)
+        preferred = {"param": dtype, "gradient": of_gradient}.get(self.storage.update_dtype)
+        return dtype if preferred == dtype else jnp.dtype(jnp.float32)
 
     def _split_of(self, path: str, p: jax.Array, correction: jax.Array) -> MasterSplit | None:
         """Return the split of a weight; raise if its correction does not fit."""

@@ -250,6 +250,7 @@ def _merged(
     of_two: Callable[[jax.Array, jax.Array], jax.Array],
     step: int,
 ) -> jax.Array | None:
+    """Reduce two registers over pairs of lanes `step` apart, into one register."""
     if one is None:
         return None
     lane = _lane()

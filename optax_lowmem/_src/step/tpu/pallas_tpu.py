@@ -119,7 +119,7 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
 
 
 def register_seeds(lane_keys: jax.Array, group_size: int) -> jax.Array:
-    """Return C of the lanes of a register or larger group, [leaves, lanes]."""
+    """Return `random.lane_seeds` of the lanes of a register, or group if larger, per leaf."""
     lane = lax.iota(jnp.uint32, max(LANES, group_size)) % jnp.uint32(group_size)
     return random.lane_seeds(lane_keys[:, None], lane[None])
 
