@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled
 
 from benchmarks.suites.tpu.program import Program
 from optax_lowmem._src.kernels import platform
@@ -45,14 +46,14 @@ def mesh(count: int = 1) -> Mesh:
     return Mesh(np.array(found.devices), ("one",), axis_types=(AxisType.Auto,))
 
 
-def program(
+def compiled(
     on: Mesh,
     function: Callable[..., Any],
     *args: Any,
     donated: tuple[int, ...] = (),
     out_shardings: Any = None,
-) -> str:
-    """The text of a function's program for a `mesh`, traced as on a machine with these H100s.
+) -> Compiled:
+    """A function's program for a `mesh`, traced as on a machine with these H100s.
 
     Arguments without a sharding are replicated.
     """
@@ -71,7 +72,12 @@ def program(
     ):
         traced = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings).trace(*args)
         lowered = traced.lower(lowering_platforms=("cuda",))
-        return lowered.compile(compiler_options=OPTIONS).as_text()
+        return lowered.compile(compiler_options=OPTIONS)
+
+
+def program(on: Mesh, function: Callable[..., Any], *args: Any, **more: Any) -> str:
+    """The text of a `compiled` program."""
+    return compiled(on, function, *args, **more).as_text()
 
 
 def kernels(text: str) -> Iterator[tuple[int, str, int]]:

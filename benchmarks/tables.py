@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import ROOT, claims, records
+from benchmarks.claims import findings
 from benchmarks.records import Rows, all_records, newest
 from benchmarks.render import markdown, source
 
@@ -22,8 +23,8 @@ PAGES = [
 SUITES = (
     "activations.tables", "choose", "deleted", "end_to_end.tables", "examples", "frameworks",
     "fit.tables", "formats.tables", "kernels", "linear.tables", "memory", "mesh.communication",
-    "mesh.scaling", "mesh.tables", "newton_schulz", "noise.tables", "other_gpus", "pairs.budgets",
-    "pairs.spread", "plan", "release", "step.tables", "tpu.tables",
+    "mesh.scaling", "mesh.tables", "newton_schulz", "noise.tables", "offload", "other_gpus",
+    "pairs.budgets", "pairs.spread", "plan", "release", "step.tables", "tpu.tables",
 )  # fmt: skip
 # module below benchmarks.claims -> name of its table, and of the method
 PAPERS = {
@@ -57,7 +58,19 @@ def summary(rows: Rows) -> str:
     return markdown(["claims of", *claims.VERDICTS, "all"], body)
 
 
-TABLES: dict[str, Callable[[Rows], str]] = {"claims_summary": summary} | {
+def undecided(rows: Rows) -> str:
+    """Return the table of undecided training results of all papers."""
+    body, used = [], []
+    for name, (_, method) in PAPERS.items():
+        paper = importlib.import_module(f"benchmarks.claims.{name}")
+        lines, own = findings.undecided(newest(rows), paper.CLAIMS)
+        body += [[f"{method}, {where}", *rest] for where, *rest in lines]
+        used += own
+    head = ["undecided", "seeds", "standard deviation of a pair", "the same means", "seeds needed"]
+    return markdown(head, body) + (source(used) if used else "")
+
+
+TABLES: dict[str, Callable[[Rows], str]] = {"claims_summary": summary, "undecided": undecided} | {
     table: of_paper(name, method) for name, (table, method) in PAPERS.items()
 }
 for suite in SUITES:

@@ -28,12 +28,14 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import SingleDeviceSharding
 
 try:
     import matplotlib
     from _gpt.arguments import (
         INTERRUPTED,
         OUT_OF_MEMORY,
+        allow_pinned_memory,
         compute_dtype,
         is_out_of_memory,
         positive,
@@ -63,7 +65,7 @@ from optax_lowmem import checkpoint, memory, plan
 
 SCHEDULES = ("cosine", "linear", "constant")
 # what a resumed run may change
-_FREE = ("resume", "until", "save_every", "micro_batch", "budget", "prompt", "tokens",
+_FREE = ("offload", "resume", "until", "save_every", "micro_batch", "budget", "prompt", "tokens",
          "temperature", "implementation", "dtype", "out")  # fmt: skip
 
 
@@ -83,7 +85,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--schedule", choices=SCHEDULES, default="cosine", help="after the warm-up (cosine)")
     add("--warmup", type=float, default=0.03, help="part of the steps (0.03)")
     add("--weight-decay", type=float, default=0.0, help="(0)")
-    add("--clip", type=float, help="global norm of gradients (1; with --release: none)")
+    add("--clip", type=float,
+        help="global norm of gradients (1; with --release, where it takes a second backward pass: "
+        "none)")  # fmt: skip
     add("--epochs", type=float, default=1.0, help="passes over the data (1)")
     add("--steps", type=positive, help="instead of --epochs")
     add("--sequence", type=positive, default=1024, help="tokens in a row (1024)")
@@ -94,6 +98,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="memory of the device, such as 24GiB; default: what JAX may use")  # fmt: skip
     add("--release", action="store_true",
         help="update each layer inside the backward pass, for less memory")  # fmt: skip
+    add("--offload", action="store_true",
+        help="--release with the optimizer's state in host memory, copied layer by layer, and "
+        "micro-batches of one row")  # fmt: skip
     add("--lora", metavar="NAMES", help="train adapters of these matrices: q_proj,v_proj")
     add("--rank", type=positive, default=16, help="of adapters (16)")
     add("--alpha", type=float, help="of adapters (twice the rank)")
@@ -111,16 +118,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--implementation", default="auto", metavar="NAME", help="of lowmem.step (auto)")
     add("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
+    args.release |= args.offload
     args.alpha = 2.0 * args.rank if args.alpha is None else args.alpha
     if args.lr is None:
         args.lr = (2e-4 if args.lora else 1e-5) * RATE_FACTORS.get(args.optimizer, 1.0)
     if args.clip is None:
         args.clip = 0.0 if args.release else 1.0
-    for other in ("lora", "freeze", "clip"):
+    for other in ("lora", "freeze"):
         if args.release and getattr(args, other):
             parser.error(f"--release and --{other}: leave out one of them")
     if args.release and args.optimizer == PLAIN:
         parser.error(f"--release takes an optimizer of optax_lowmem, not {PLAIN}")
+    if args.offload and args.dtype == "float32":
+        parser.error("--offload and --dtype float32: leave out one of them")
     if args.lora and args.freeze:
         parser.error("--lora and --freeze: adapters freeze all weights; leave out one of them")
     return args
@@ -129,12 +139,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def planned(args: argparse.Namespace, budget: int) -> tuple[memory.Plan, str]:
-    """The plan of the run's model and the mode of the run."""
+def planned(args: argparse.Namespace, budget: int, accumulate: bool = False) -> memory.Plan:
+    """The plan of the run's model."""
     sizes = plan.decoder(huggingface.read_config(args.model))
     lora = (tuple((args.lora or "q_proj,v_proj").split(",")), args.rank)
-    found = plan.plan_decoder(sizes, args.optimizer, budget, args.sequence, lora)
-    return found, "lora" if args.lora else "release" if args.release else "resident"
+    found = plan.plan_decoder(sizes, args.optimizer, budget, args.sequence, lora, accumulate)
+    # this program keeps the state on the device
+    modes = tuple(mode for mode in found.modes if mode.name != "offload")
+    return dataclasses.replace(found, modes=modes)
 
 
 def micro_batch(args: argparse.Namespace) -> int:
@@ -143,24 +155,22 @@ def micro_batch(args: argparse.Namespace) -> int:
     limit = limit and int(0.95 * limit)  # for the error of the plan
     if args.budget:
         limit = int(plan.USABLE * plan.bytes_of(args.budget))
+    if args.offload:
+        return args.micro_batch or 1
     if args.micro_batch or limit is None or args.optimizer not in lowmem.OPTIMIZERS:
         return args.micro_batch or args.batch
-    found, name = planned(args, limit)
-    (mode,) = (mode for mode in found.modes if mode.name == name)
-    if mode.total_bytes(args.batch) <= limit:
-        return args.batch
-    # gradients of micro-batches are added up beside those of one
-    mode = dataclasses.replace(mode, gradients=2 * mode.gradients)
-    for rows in range(args.batch - 1, 0, -1):
-        fits = args.batch % rows == 0 and mode.total_bytes(rows) <= limit
-        if fits and not args.release:
-            return rows
+    name = "lora" if args.lora else "release" if args.release else "resident"
+    for accumulate in (False, True):
+        for mode in planned(args, limit, accumulate).modes:
+            if mode.name == name and mode.batch >= (1 if accumulate else args.batch):
+                rows = range(min(mode.batch, args.batch), 0, -1)
+                return next(n for n in rows if args.batch % n == 0)
     raise SystemExit(f"--batch {args.batch} does not fit.\n{advice(args, limit)}")
 
 
 def advice(args: argparse.Namespace, limit: int) -> str:
     """The plan, and the nearest configuration that fits."""
-    found, _ = planned(args, limit)
+    found = planned(args, limit)
     best = found.best
     if best is None:
         return f"{found}\nNothing fits: shorten --sequence, or choose a smaller model."
@@ -296,6 +306,7 @@ def prepare(args: argparse.Namespace, texts: Texts) -> Run:
         clip=args.clip,
         implementation=args.implementation,
         release=args.release,
+        offload="pinned_host" if args.offload else None,
         accumulate=args.batch // small,
     )
     lora = Lora(tuple(args.lora.split(",")), args.rank, args.alpha) if args.lora else None
@@ -305,7 +316,13 @@ def prepare(args: argparse.Namespace, texts: Texts) -> Run:
     if first:
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), trained)
         del trained, state
-        trained, state = checkpoint.restore(args.out / "checkpoints", program.tx, like, step=first)
+        places = None
+        if args.offload:
+            places = SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+        trained, state = checkpoint.restore(
+            args.out / "checkpoints", program.tx, like, step=first, shardings=places
+        )
+        state = program.moved(trained, state)
     return Run(args, program, schedule, rows, held_out, trained, frozen, state, first)
 
 
@@ -410,6 +427,8 @@ def main(arguments: list[str] | None = None) -> Run:
     # by default JAX takes three quarters of a GPU, too little for what would fit
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")
     args, console = parse_arguments(arguments), Console()
+    if args.offload:
+        allow_pinned_memory()
     check_implementation(args.implementation)
     try:
         texts = Texts(args.model)
@@ -424,7 +443,7 @@ def main(arguments: list[str] | None = None) -> Run:
         if run.step == 0:
             generate(run, texts, console)
         train(run, console)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         raise SystemExit(str(error)) from None
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):

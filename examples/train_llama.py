@@ -31,6 +31,7 @@ try:
         INTERRUPTED,
         OUT_OF_MEMORY,
         add_common,
+        allow_pinned_memory,
         compute_dtype,
         is_out_of_memory,
         positive,
@@ -94,7 +95,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"peak learning rate; {told('learning_rate')}, times {rate_factors(RATE_FACTORS)}"
     )  # fmt: skip
     add("--clip", type=float,
-        help="global norm of gradients; 0: any, as --release takes it (default: 1)")  # fmt: skip
+        help="global norm of gradients; 0: any (default: 1; with --release, where it takes a "
+        "second backward pass, 0)")  # fmt: skip
     add("--text", choices=("random", *TEXTS), help=told("text"))
     add("--data", metavar="PATH", help="a file or folder of text of your own, instead of --text")
     add("--data-parallel", type=positive, metavar="N",
@@ -120,6 +122,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--release", action="store_true",
         help="update each layer inside the backward pass: gradients never exist all at once, and "
         "each layer is computed anew")  # fmt: skip
+    add("--offload", nargs="?", choices=("pinned_host", "device"), const="pinned_host",
+        help="--release with the state in host memory, copied to the device layer by layer; device "
+        "(to compare): the same without copies")  # fmt: skip
     add("--accumulate", type=positive, default=1, metavar="N",
         help="micro-batches that --batch is divided into; their gradients are added up in bf16 "
         "with stochastic rounding (default: 1)")  # fmt: skip
@@ -156,6 +161,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.data and args.data.isdigit() and not Path(args.data).exists():
         print(f"--data {args.data} is deprecated: --data-parallel {args.data}", file=sys.stderr)
         args.data_parallel, args.data = positive(args.data), None
+    args.release = args.release or args.offload is not None
     if args.data and args.text:
         parser.error("--data and --text: leave out one of them")
     return args
@@ -169,7 +175,7 @@ def make_settings(args: argparse.Namespace) -> Settings:
     chosen = {name: getattr(preset, name) if x is None else x for name, x in given.items()}
     shared = args.fsdp * args.tensor
     own = ("optimizer", "seed", "attention", "linear", "activations", "head", "noise",
-           "implementation", "fsdp", "tensor", "zero", "release", "unroll",
+           "implementation", "fsdp", "tensor", "zero", "release", "offload", "unroll",
            "accumulate", "f32_weights")  # fmt: skip
     _check_release(args)
     if args.f32_weights and args.noise:
@@ -191,6 +197,8 @@ def make_settings(args: argparse.Namespace) -> Settings:
             f"takes {settings.devices} devices; there are {there}"
         )
     shared = settings.data * settings.fsdp
+    if settings.offload and settings.devices > 1:
+        raise SystemExit("--offload copies the state to one device: add --data-parallel 1")
     if settings.batch % shared:
         raise SystemExit(
             f"--batch {settings.batch} cannot be shared by {shared} devices "
@@ -209,14 +217,11 @@ def _check_release(args: argparse.Namespace) -> None:
         raise SystemExit(f"--release takes an optimizer of optax_lowmem, not {PLAIN}")
     if args.release and args.noise:
         raise SystemExit("--release and --noise: noise needs the steps of all layers in one call")
-    if args.release and args.accumulate > 1:
+    if args.offload and args.account:
+        raise SystemExit("--offload and --account: no program has the whole step; leave out one")
+    if args.release and args.accumulate > 1 and not args.offload:
         raise SystemExit(
             "--release and --accumulate: the gradients that --release never holds would be added up"
-        )
-    if args.release and args.clip:
-        raise SystemExit(
-            f"--release and --clip {args.clip:g}: a global norm needs the gradients of all layers, "
-            "which never exist at once. Leave out one of them."
         )
 
 
@@ -315,6 +320,8 @@ def main(arguments: list[str] | None = None) -> Result:
     # by default JAX takes three quarters of a GPU, too little for what would fit
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")
     args = parse_arguments(arguments)
+    if args.offload:
+        allow_pinned_memory()
     settings = make_settings(args)
     check_implementation(settings.implementation)
     try:

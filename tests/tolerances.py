@@ -421,3 +421,9 @@ PASS_MIB = 4
 PASS_HERE_MIB = 24
 # Launches over those: another XLA may compute up to four scalars or tables apart.
 LAUNCHES = 4
+
+# -- planned memory (test_planned_peaks.py) --------------------------------------------------------
+# A plan over the compiler's, or over the peak of a run: less than the 7 % of a card that is left
+# free. Leaving out an array of a whole model is more: gradients of 8B are 27 % of its weights and
+# state.
+PLANNED = 0.05

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.claims import ONE_SEED, UNDECIDED, Finding, graded, some
-from benchmarks.claims.equivalence import Interval, Margin
+from benchmarks.claims import ONE_SEED, UNDECIDED, Claim, Finding, Missing, graded, some
+from benchmarks.claims.equivalence import Interval, Margin, pairs_needed
 from benchmarks.records import Rows, alike, select
 
 F32, OURS = "optax-f32", "lowmem"
@@ -16,6 +16,7 @@ MARGIN = Margin(0.1)  # of a language model's loss
 FAR = 0.05  # of a loss: a hundred times what equal runs of two seeds differ by
 # Times of a step that are this close, as a share of the f32 step, are the same.
 STEP_SHARE = 0.05
+POWER = 0.8  # probability that enough seeds decide a row whose true difference is the claimed one
 NO_WORSE = "not worse"  # undecided between the same and better
 
 
@@ -199,6 +200,28 @@ class Trained:
         if verdict == UNDECIDED and pair.interval.no_worse(self.margin, lower):
             text += f"; {NO_WORSE}"
         return Finding(text, verdict, list(pair.rows), pair.size)
+
+
+def undecided(rows: Rows, claims: Sequence[Claim]) -> tuple[list[list[str]], Rows]:
+    """Return the undecided results of training runs, with the seeds that would decide them."""
+    body, used = [], []
+    for claim in claims:
+        if not isinstance(claim.how, Trained):
+            continue
+        try:
+            pair = claim.how.pair(rows)
+        except Missing:
+            continue
+        if pair.verdict(claim.how.margin) != UNDECIDED:
+            continue
+        seeds, deviation, needed = len(pair.plain), "", "2 first, for a deviation"
+        if seeds > 1:
+            of_pairs = statistics.stdev(pair.differences)
+            deviation = f"{of_pairs:.2f} %"
+            needed = f"{pairs_needed(of_pairs, claim.how.margin, POWER):,}"
+        body.append([claim.where, str(seeds), deviation, claim.margin, needed])
+        used += pair.rows
+    return body, used
 
 
 def of_one_seed(share: float, holds: bool) -> str:

@@ -33,7 +33,7 @@ def runs(rows: Rows) -> dict[str, Rows]:
     found: dict[str, dict[str, dict]] = {}
     for row in records.select(rows, bench="train"):
         preset, _, optimizer = row["case"].partition("/")
-        if preset.split()[0] == CASE:
+        if preset.split()[0] == CASE and " batch=" not in preset:  # those are of `offload`
             released = ", gradient release" if row["flags"]["release"] else ""
             found.setdefault(f"`{optimizer}`{released}", {})[row["metric"]] = row
 

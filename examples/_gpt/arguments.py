@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,12 @@ from typing import Any
 import jax
 
 OUT_OF_MEMORY, INTERRUPTED = 3, 130  # exit codes
+
+
+def allow_pinned_memory() -> None:
+    """Let XLA pin as much host memory as there is (by default 64 GiB); before JAX begins."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(physical // 2**30))
 
 
 def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from optax_lowmem import checkpoint
 
 from . import choose
@@ -17,6 +19,7 @@ _FILE = "run.json"
 # What a run may go on with differently: how it is computed, not what.
 _FREE = (
     "implementation", "attention", "compute", "linear", "activations", "head", "remat", "release",
+    "offload",
     "data", "fsdp", "tensor", "zero", "unroll", "accumulate",
 )  # fmt: skip
 
@@ -67,10 +70,13 @@ def start_or_restore(folder: Path | None, program: Program, step: int) -> Run:
     if step == 0:
         return Run(*program.start(), 0, [], [])
     assert folder is not None
+    places = program.shardings[1]
+    if program.settings.offload:
+        places = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), places)
     params, state = checkpoint.restore(
-        folder, program.tx, program.like[0], step=step, shardings=program.shardings[1]
+        folder, program.tx, program.like[0], step=step, shardings=places
     )
-    return Run(params, state, step, [], [])
+    return Run(params, program.moved(params, state), step, [], [])
 
 
 def save(folder: Path, program: Program, run: Run) -> None:

@@ -160,6 +160,7 @@ class Settings:
     tensor: int = 1
     zero: bool = False
     release: bool = False
+    offload: str | None = None  # memory kind of the state of a layer whose turn it is not
     accumulate: int = 1
     unroll: int | str = AUTO
     stacked: bool | str = AUTO  # layers, in one array

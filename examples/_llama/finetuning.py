@@ -21,7 +21,7 @@ from .config import PLAIN, Settings
 from .model import Llama, Lora, Packed, joined, part
 from .optimizer import make_optimizer, stored_dtype, weights_dtype
 from .texts import Rows
-from .train import released
+from .train import offloaded, released
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Program:
       model: the decoder, with its adapters.
       tx: the optimizer.
       start: () -> (trained, frozen, state).
+      moved: (trained, ordinary state) -> the state that the step takes.
       step: (trained, frozen, state, batch) -> (trained, state, loss, gradient norm); takes the
         place of `trained` and `state`. Gradient release has no norm: NaN.
       loss: (trained, frozen, batch) -> the weighted sum of losses.
@@ -41,6 +42,7 @@ class Program:
     model: Llama
     tx: optax.GradientTransformation
     start: Callable[[], tuple[Any, Any, Any]]
+    moved: Callable[[Any, Any], Any]
     step: Callable[..., tuple[Any, Any, jax.Array, jax.Array]]
     loss: Callable[..., jax.Array]
     accumulate: int
@@ -111,20 +113,29 @@ def make_program(
             if not jax.tree.leaves(trained):
                 raise ValueError(f"{freeze!r} freezes every weight")
         # bf16 numbers are their own master weights: lowmem.init would copy them
+        if settings.offload and bf16:
+            return trained, frozen, moved(trained, None)
         if plain or (bf16 and lora is None):
             return trained, frozen, tx.init(trained)
         trained, state = lowmem.init(tx, trained, dtype)
-        return trained, frozen, state
+        return trained, frozen, moved(trained, state)
 
-    step = _released(model, tx, settings) if settings.release else _ordinary(model, tx, settings)
+    moved = offloaded(model, tx, settings)
+    step = make_step(model, tx, settings)
     return Program(
         model,
         tx,
         start,
-        jax.jit(step, donate_argnums=(0, 2)),
+        moved,
+        step if settings.offload else jax.jit(step, donate_argnums=(0, 2)),
         jax.jit(lambda trained, frozen, batch: model(joined(trained, frozen), batch)),
         settings.accumulate,
     )
+
+
+def make_step(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
+    """Return the step of a `Program`."""
+    return (_released if settings.release else _ordinary)(model, tx, settings)
 
 
 def _ordinary(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:

@@ -86,12 +86,13 @@ def summary(found: dict[str, float]) -> str:
     more = f"   MFU {found['mfu']:.1%}" if "mfu" in found else ""
     if "optimizer_share" in found:
         more += f"   optimizer {found['optimizer_share']:.1%} of a step"
+    peak = f"; at most {found['peak_bytes'] / GIB:.3f} GiB" if "peak_bytes" in found else ""
     return (
         f"training loss {found['train_loss']:.4f}   {found['tokens_per_s']:,.0f} tokens/s   "
         f"{found['step_ms']:.1f} ms a step{more}\n"
         f"{found['bytes_per_param']:.3f} bytes per parameter of weights and state, "
-        f"{found['device_bytes'] / GIB:.3f} GiB a device; "
-        f"at most {found['peak_bytes'] / GIB:.3f} GiB with gradients and activations"
+        f"{found['device_bytes'] / GIB:.3f} GiB a device"
+        f"{peak + ' with gradients and activations' if peak else ''}"
     )
 
 
@@ -114,7 +115,7 @@ def case(settings: Settings) -> str:
     usual |= dict.fromkeys(("linear", "head"), STANDARD)
     usual |= {n: getattr(preset, n) for n in ("sequence", "batch", "steps", "text", "remat")}
     usual |= {"noise": None, "attention": AUTO, "activations": AUTO, "unroll": AUTO}
-    usual |= {"accumulate": 1, "f32_weights": False}
+    usual |= {"accumulate": 1, "f32_weights": False, "offload": None}
     for name, value in usual.items():
         own = getattr(settings, name)
         changed += [f"{name}={own}"] if own != value else []

@@ -30,6 +30,7 @@ from .config import HEADS, LINEARS, PLAIN, Settings
 from .model import LAYERS, Llama
 from .optimizer import make_optimizer, stored_dtype, weights_dtype
 
+_TOKENS_AT_ONCE = 65_536  # whose inputs of all layers are in host memory
 Batches = Callable[[int], np.ndarray]
 Step = Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]
 
@@ -43,6 +44,7 @@ class Program:
       tx: the optimizer.
       like: (parameters, state) as shapes with their shardings.
       start: () -> (parameters, state) on their devices.
+      moved: (parameters, ordinary state) -> the state that the step takes.
       step: (parameters, state, tokens) -> (parameters, state, loss); it takes its arguments' place.
       backward: (parameters, tokens) -> loss and gradient of what goes into the layers: the forward
         and backward pass without gradients of weights.
@@ -55,6 +57,7 @@ class Program:
     tx: Any
     like: tuple[Any, Any]
     start: Callable[[], tuple[Any, Any]]
+    moved: Callable[[Any, Any], Any]
     step: Callable[..., tuple[Any, Any, jax.Array]]
     backward: Callable[..., Any]
     update: Callable[..., tuple[Any, Any]]
@@ -63,6 +66,8 @@ class Program:
     @functools.cached_property
     def compiled(self) -> Any:
         """The step; compiled before anything is allocated, it has room for trying kernels out."""
+        if self.settings.offload:  # it compiles each stage when it is called
+            return self.step
         return self.step.lower(*self.like, self.tokens).compile()
 
     @property
@@ -147,6 +152,11 @@ def make_program(settings: Settings) -> Program:
     settings = choose.resolved(settings, fixed_bytes, kept_bytes, codes_bytes)
     model = dataclasses.replace(model, remat=settings.remat)
     step = (released if settings.release else _ordinary)(model, tx, settings, where)
+    moved = offloaded(model, tx, settings)
+
+    def start_offloaded() -> tuple[Any, Any]:
+        weights = jax.jit(lambda: start()[0], out_shardings=places[0])()
+        return weights, moved(weights, None)
 
     def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -157,8 +167,11 @@ def make_program(settings: Settings) -> Program:
         settings,
         tx,
         jax.tree.map(placed, (params, state), places),
-        jax.jit(start, out_shardings=places),
-        jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, everywhere)),
+        start_offloaded if settings.offload else jax.jit(start, out_shardings=places),
+        moved,
+        step
+        if settings.offload
+        else jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, everywhere)),
         jax.jit(lambda *args: jax.value_and_grad(model.beyond)(model.first(*args), *args)),
         jax.jit(
             lambda grads, params, state: take_step(grads, state, params),
@@ -211,12 +224,33 @@ def _ordinary(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) 
     return step
 
 
+def layered(model: Llama) -> release.Layered:
+    """The stages of the model."""
+    return release.Layered(model.first, {LAYERS: model.layer}, model.last)
+
+
+def offloaded(model: Llama, tx: Any, settings: Settings) -> Callable[[Any, Any], Any]:
+    """(parameters, ordinary state or None for a new one) -> the state that the step takes."""
+    if not settings.offload:
+        return lambda params, state: state
+
+    def moved(params: Any, state: Any) -> Any:
+        kind = settings.offload
+        return release.offload(tx, layered(model), params, state, memory_kind=kind)
+
+    return moved
+
+
 def released(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
     """Each layer's gradient, then its step, before the gradient of the layer below is taken."""
-    layered = release.Layered(model.first, {LAYERS: model.layer}, model.last)
     chosen = None if settings.implementation == "auto" else settings.implementation
+    if settings.offload:
+        at_once = max(1, _TOKENS_AT_ONCE // (settings.rows * settings.sequence))
+        where = {"offload": True, "micro_batches": settings.accumulate, "at_once": at_once}
     # as in the same model with unrolled layers, which is how RMS_t of a tensor is meant
-    take_step = release.train_step(tx, layered, per_layer=True, implementation=chosen, **where)
+    take_step = release.train_step(
+        tx, layered(model), per_layer=True, implementation=chosen, **where
+    )
 
     def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, params, state = take_step(params, state, tokens)
@@ -325,10 +359,12 @@ def measured(run: Run, settings: Settings, program: Program) -> dict[str, float]
         "train_loss": float(np.mean(run.losses[-max(1, settings.steps // 10) :])),
         "tokens_per_s": rate,
         "step_ms": 1e3 * run.step_s,
-        "peak_bytes": stats.get("peak_bytes_in_use") or planned_bytes(program.compiled),
-        "planned_bytes": planned_bytes(program.compiled),
         "fits": 1,
     }
+    if not settings.offload:
+        found["planned_bytes"] = found["peak_bytes"] = planned_bytes(program.compiled)
+    if "peak_bytes_in_use" in stats:
+        found["peak_bytes"] = stats["peak_bytes_in_use"]
     peak = choose.peak_flops(jax.local_devices()[0].device_kind)
     if peak:
         flops = rate * settings.shape.flops_per_token(settings.sequence)

@@ -9,6 +9,7 @@ master weights.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import array_metadata, patterns, trees
+from optax_lowmem._src.release.step import train_step
 from optax_lowmem._src.step import masters
 from optax_lowmem._src.wrappers import chain
 from optax_lowmem._src.wrappers.accumulate import accumulate_gradients
@@ -255,10 +257,58 @@ class Optimizer(nnx.Optimizer[M]):
         new, opt_state = chain.step(
             self.tx, gradients, as_pure(self.opt_state), params, **as_pure(kwargs)
         )
-        nnx.update(model, new)
+        self._assign(model, new, opt_state)
+        return jax.tree.map(_change, new, params)
+
+    def release_step(
+        self,
+        model: M,
+        loss_fn: Callable[[M, Any], Any],
+        batch: object,
+        *,
+        layers: str | Sequence[str] = (),
+        has_aux: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Take one step by gradient release, in place of `nnx.value_and_grad` and `update`.
+
+        Parameters, state and step count are updated in place, and so are the model's other
+        variables (counts of dropout, statistics of `BatchNorm`).
+
+        Args:
+          model: the model.
+          loss_fn: (model, batch) -> loss, or (loss, aux).
+          batch: passed to `loss_fn`.
+          layers: as in `optax_lowmem.release.train_step`, in the state of the model.
+          has_aux: whether `loss_fn` returns (loss, aux).
+          **kwargs: other arguments of `optax_lowmem.release.train_step`.
+
+        Returns:
+          The loss, or (loss, aux).
+
+        Raises:
+          ValueError: as `optax_lowmem.release.train_step`.
+        """
+        split: Any = functools.partial(nnx.split, graph=self.graph)
+        graphdef, params, others = split(model, self.wrt, ...)
+
+        def loss(params: Any, given: Any) -> Any:
+            others, batch = given
+            merged = nnx.merge(graphdef, params, others)
+            result = loss_fn(merged, batch)
+            value, aux = result if has_aux else (result, None)
+            return value, (aux, as_pure(split(merged, self.wrt, ...)[2]))
+
+        step = train_step(self.tx, loss, layers=layers, has_aux=True, **kwargs)
+        given = as_pure(params), as_pure(self.opt_state), (as_pure(others), batch)
+        (value, (aux, others)), new, opt_state = step(*given)
+        self._assign(model, nnx.merge_state(new, others), opt_state)
+        return (value, aux) if has_aux else value
+
+    def _assign(self, model: M, variables: Any, opt_state: optax.OptState) -> None:
+        nnx.update(model, variables)
         nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
         self.step[...] += 1
-        return jax.tree.map(_change, new, params)
 
     def master_params(self, model: M) -> Any:
         """Reconstruct the f32 parameters from a model's weights and this optimizer's state.

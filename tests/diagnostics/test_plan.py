@@ -32,36 +32,72 @@ def test_parameters_of_a_decoder(file):
     assert sum(math.prod(p.shape) for p in jax.tree.leaves(sizes.params())) == stored
 
 
+PARAMS = {
+    "layers": {"w": jax.ShapeDtypeStruct((3, 256, 256), jnp.bfloat16)},
+    "embed": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16),
+}
+LAYER, EMBED = 2 * 256 * 256, 2 * 64 * 256  # bytes of gradients
+WEIGHTS = 3 * LAYER + EMBED
+TX = lowmem.flash_adamw(1e-3)
+STATE = memory.report(TX, PARAMS).state_bytes
+
+
+def state_of(path):
+    return sum(memory.report(TX, PARAMS).by_leaf[path].values())
+
+
+def planned(batch=1, **given):
+    """State, gradients and activations at the peak, by mode, of activations of 10 bytes a row."""
+    made = {"activations": lambda batch: 10 * batch, "budget": 2**30, "stacks": ("layers",)}
+    found = memory.plan(TX, PARAMS, **{**made, **given})
+    assert {mode.weights for mode in found.modes} == {WEIGHTS}
+    return {mode.name: mode.peak(batch) for mode in found.modes}
+
+
 def test_parts_of_a_plan():
-    """Sums by hand: three stacked layers, an embedding, and adapters beside frozen weights."""
-    params = {
-        "layers": {"w": jax.ShapeDtypeStruct((3, 256, 256), jnp.bfloat16)},
-        "embed": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16),
+    """Sums by hand: three stacked layers and an embedding."""
+    layer_state = (state_of("layers/w") - 3 * LAYER) // 3
+    assert planned(2) == {
+        "resident": (STATE, WEIGHTS, 20),
+        "release": (STATE + layer_state, LAYER + EMBED, 20),
+        "offload": (3 * layer_state, LAYER + EMBED, 20),
     }
-    tx = lowmem.flash_adamw(1e-3)
+    assert planned(accumulate=True) == {
+        "resident": (STATE, 2 * WEIGHTS, 10),
+        "offload": (3 * layer_state, 2 * LAYER + EMBED, 10),
+    }
+
+    def at_the_end(batch):
+        return memory.Activations(loss=batch, layers=0, end=1000 * LAYER)
+
+    embed_state = state_of("embed") - EMBED
+    assert planned(activations=at_the_end) == {
+        "resident": (STATE, 3 * LAYER, 1000 * LAYER),
+        "release": (STATE, 0, 1000 * LAYER),
+        "offload": (3 * layer_state + embed_state, 0, 1000 * LAYER),
+    }
+
+
+def test_what_fits():
+    budget = 4_000_000
 
     def activations(batch):
-        return memory.Activations(loss=batch * 1_000_000, backward=batch * 1000)
+        return memory.Activations(loss=batch * 1_000_000, layers=0, end=0)
 
-    budget = 4_000_000
-    found = memory.plan(tx, params, budget=budget, activations=activations, stacks=("layers",))
-    resident, release = found.modes
-    weights = 2 * (3 * 256 * 256 + 64 * 256)
-    assert resident.weights == release.weights == weights
-    assert resident.state == memory.report(tx, params).state_bytes
-    assert (resident.gradients, release.gradients) == (weights, 2 * (256 + 64) * 256)
-    fixed = weights + resident.state
-    assert resident.total_bytes(0) == fixed + weights
-    assert release.total_bytes(2) == fixed + 2_000_000  # the peak is in the loss
-    assert release.batch == (budget - fixed) // 1_000_000 == found.best.batch
+    found = memory.plan(TX, PARAMS, budget=budget, activations=activations, stacks=("layers",))
+    resident, release, offload = found.modes
+    assert release.batch == (budget - WEIGHTS - STATE) // 1_000_000 == found.best.batch
+    assert resident.total_bytes(release.batch) == WEIGHTS + STATE + release.batch * 1_000_000
+    assert (resident.host, release.host, offload.host) == (0, 0, STATE)
     line = str(found).splitlines()[1]
     assert line.split()[0] == "resident" and line.split()[-1] == str(resident.batch)
     (adapters,) = memory.plan(
-        tx, params, frozen=params, budget=budget, activations=lambda batch: batch
+        TX, PARAMS, frozen=PARAMS, budget=budget, activations=lambda batch: batch
     ).modes
-    assert (adapters.weights, adapters.gradients) == (2 * weights, weights)
-    nothing = memory.plan(tx, params, budget=1000, activations=lambda batch: batch)
-    assert nothing.best is None and "none fits" in str(nothing)
+    assert adapters.weights == 2 * WEIGHTS and adapters.peak(1) == (STATE, WEIGHTS, 1)
+    nothing = memory.plan(TX, PARAMS, budget=1000, activations=lambda batch: batch)
+    assert nothing.best is None and "none: 0.00 GiB too large" not in str(nothing)
+    assert "too large" in str(nothing)
 
 
 def test_wrong_arguments():
@@ -78,17 +114,35 @@ def test_wrong_arguments():
     assert plan.bytes_of("1.5 GB") == 1_500_000_000
 
 
+def run(capsys, *arguments):
+    """The lines that the command prints."""
+    plan.main(list(arguments))
+    return capsys.readouterr().out.splitlines()
+
+
 def test_command(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA_8B))
-    plan.main(["--params", str(tmp_path), "--gpu", "80GiB"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:5]] == ["resident", "release", "lora"]
-    assert lines[5].startswith(f"python examples/finetune.py --model {tmp_path} --data FILE")
-    plan.main(["--params", str(file), "--gpu", "24GiB", "--lora", "o_proj", "--rank", "4"])
-    assert capsys.readouterr().out.splitlines()[-1].endswith("--lora o_proj --rank 4")
-    with pytest.raises(SystemExit, match="Nothing fits"):
+    lines = run(capsys, "--params", str(tmp_path), "--gpu", "80GiB")
+    assert [line.split()[0] for line in lines[3:7]] == ["resident", "release", "offload", "lora"]
+    command = f"    python examples/finetune.py --model {tmp_path} --data FILE"
+    assert lines[-1].startswith(command) and lines[-1].endswith("--batch 23")
+    lines = run(capsys, "--params", str(file), "--gpu", "48GiB")
+    assert lines[-1].endswith("--batch 5 --release")
+    lines = run(capsys, "--params", str(file), "--gpu", "24GiB", "--pcie", "50")
+    assert "23.84 GiB to the GPU" in lines[-3] and "0.51 s each way at 50 GB/s" in lines[-3]
+    assert "256 KiB per token of host memory" in lines[-2] and "offload=True" in lines[-1]
+    lines = run(capsys, "--params", str(file), "--gpu", "19GiB", "--lora", "o_proj", "--rank", "4")
+    assert lines[-1].endswith("--lora o_proj --rank 4")
+
+
+def test_nothing_fits(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_8B))
+    with pytest.raises(SystemExit, match=r"lora needs least, a GPU of 18\.3 GiB"):
         plan.main(["--params", str(file), "--gpu", "8GiB"])
+    with pytest.raises(SystemExit, match="With --sequence 16384, lora does"):
+        plan.main(["--params", str(file), "--gpu", "24GiB", "--sequence", "65536"])
     with pytest.raises(SystemExit, match="no matrices"):
         plan.main(["--params", str(file), "--gpu", "24GiB", "--lora", "nothing"])
     with pytest.raises(SystemExit, match="No such file"):

@@ -5,7 +5,10 @@ A device computes its parts by kernels. Here these are the kernels' references i
 
 import functools
 import itertools
+import os
 import re
+import subprocess
+import sys
 import time
 
 import jax
@@ -21,6 +24,7 @@ from optax_lowmem import gaussws, layers  # noqa: E402
 from optax_lowmem._src.fp8_flow import kernels, kernels_triton  # noqa: E402
 from optax_lowmem._src.kernels import along_axes, gpu_kernel, partitioned, platform  # noqa: E402
 from optax_lowmem._src.kernels.fallback import with_fallback  # noqa: E402
+from optax_lowmem._src.kernels.partitioned import Tiles  # noqa: E402
 from optax_lowmem._src.noise import kernels as noise  # noqa: E402
 from optax_lowmem._src.noise import kernels_triton as noise_triton  # noqa: E402
 from optax_lowmem._src.quantized_matmul import dispatch, mosaic, plain, triton  # noqa: E402
@@ -30,6 +34,7 @@ from tests import tolerances as tol  # noqa: E402
 from tests.compilation import SAME_BITS  # noqa: E402
 from tests.layers.test_switchback_sharding import LAYOUTS as OF_PRODUCTS  # noqa: E402
 from tests.layers.test_switchback_sharding import collectives  # noqa: E402
+from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda, needs_mosaic  # noqa: E402
 from tests.meshes import mesh_of  # noqa: E402
 from tests.tiers import rows  # noqa: E402
 
@@ -142,6 +147,7 @@ FLOWS = {
     "fsdp and tensor": ((2, 4), P("a"), P("a", "b"), P("b", "a")),
     "two axes of data": ((2, 4), P(("a", "b")), P("b"), P("b")),
     "sequences": ((2, 4), P("a", "b"), P(("a", "b")), P(("a", "b"))),
+    "weights in more parts": ((2, 4), P("a"), P(("a", "b")), P(("a", "b"))),
     "replicated": ((8,), P(), P(), P()),
     "devices in another order": ((4, 2), P("b"), P("b", "a"), P("a", "b")),
 }
@@ -273,16 +279,18 @@ MATRICES = {
     "both": ((4, 2), P("a", "b")),
     "devices in another order": ((2, 4), P("b", "a")),
     "a stack": ((2, 4), P("a", "b")),
+    "cut blocks": ((2, 4), P("b", "a")),
 }
 
 
-@pytest.mark.parametrize("layout", rows(MATRICES, ["both", "devices in another order"]))
+@pytest.mark.parametrize("layout", rows(MATRICES, ["both", "cut blocks"]))
 def test_noise(layout, twins):
-    """Every bit of one device, and no communication."""
+    """Every bit of one device, and no communication but where blocks are on two devices."""
     sizes, spec = MATRICES[layout]
-    shape = (4, 256, 64) if "stack" in layout else (256, 256)
+    shape = {"a stack": (4, 256, 64), "cut blocks": (64, 256)}.get(layout, (256, 256))
     w, g = drawn(*shape, dtype=jnp.float32), drawn(*shape, seed=1)
     bits = np.full(noise.block_shape(shape), 6.0, np.float32)
+    of_bits = P(None, "a") if "cut" in layout else spec
 
     def sampled(w, bits, g):
         out, pull = jax.vjp(lambda w, b: gaussws.sample(w, b, jnp.uint32(3)), w, bits)
@@ -290,9 +298,136 @@ def test_noise(layout, twins):
         return out, *pull(g.astype(out.dtype)), *drawn
 
     program, found, alone = run(
-        sampled, (w, bits, g), sizes, (spec,) * 3, (spec,) * 5, shuffled="order" in layout
+        sampled,
+        (w, bits, g),
+        sizes,
+        (spec, of_bits, spec),
+        (spec, spec, of_bits, spec, spec),
+        shuffled="order" in layout,
     )
     for a, b in zip(found, alone, strict=True):
         np.testing.assert_array_equal(a, b)
     assert taken(program) == {"sample", "noise_sums", "noise_of", "packed_noise"}
-    assert not collectives(program.as_text())
+    moved = {kind for kind, *_ in collectives(program.as_text())}
+    assert moved == ({"all-gather"} if "cut" in layout else set())
+
+
+# ---- the persistent compilation cache ------------------------------------------------------------
+CACHE = """
+import functools
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from optax_lowmem import gaussws, layers
+from optax_lowmem._src.kernels import along_axes, gpu_kernel, platform
+from optax_lowmem._src.kernels.fallback import with_fallback
+from optax_lowmem.layers import fp8_flow
+
+platform.no_device_reason = lambda: None
+along_axes.with_fallback = lambda _, *args, **how: with_fallback("cpu", *args, **how)
+launch = gpu_kernel.launch
+gpu_kernel.launch = lambda *args, backend, **how: launch(*args, backend="interpret", **how)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("a")))
+hits = []
+jax.monitoring.register_event_listener(
+    lambda event, **_: hits.append(event.rsplit("/")[-1]) if "/cache_" in event else None)
+
+
+def norm(x, **how):
+    return fp8_flow.rms_norm(x, x[0], **how).quantized
+
+
+def product(scaling, x):
+    dot = layers.switchback_dot_general("switchback", "fp8", scaling=scaling)
+    return dot(x, x, (((1,), (0,)), ((), ())))
+
+
+def noisy(noise, x):
+    return gaussws.sample(x, jnp.full((2, 2), 6.0), jnp.uint32(3), noise=noise)
+
+
+for function in (
+    norm, functools.partial(norm, eps=1e-3),
+    functools.partial(norm, recipe=fp8_flow.Recipe(group_size=8, exact=False)),
+    functools.partial(norm, recipe=fp8_flow.Recipe(group_size=16, exact=False)),
+    functools.partial(product, "format"), functools.partial(product, "unit"),
+    functools.partial(noisy, "gaussws"), functools.partial(noisy, "diffq"),
+):
+    lowered = jax.jit(lambda x: function(x)).lower(x)
+    assert "lowmem_partitioned" in lowered.as_text()
+    hits.clear()
+    lowered.compile()
+    print(*(hit for hit in hits if hit in ("cache_hits", "cache_misses")))
+"""
+
+
+@pytest.mark.full
+def test_persistent_cache(tmp_path):
+    """A second process finds every program, and none that computes something else."""
+
+    def run():
+        flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+        env = os.environ | {
+            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", CACHE], capture_output=True, text=True, env=env
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert run() == ["cache_misses"] * 8
+    assert run() == ["cache_hits"] * 8
+
+
+# ---- what GPUs get -------------------------------------------------------------------------------
+OF_PARTS = {
+    "store_normed": ["fp8_store_normed"],
+    "store_gated": ["fp8_store_gated"],
+    "quantized_for_products": ["fp8_quantize_both"],
+    "quantize_transposed": ["quantize_transposed"],
+    "multiply": ["quantized_product"],
+    "multiply_over_tokens": ["fp8_quantize_both", "quantized_product"],
+}
+
+
+@needs_mosaic
+@pytest.mark.full
+def test_parts_lower_for_gpus(monkeypatch, on_hopper):
+    """A device's part of each call: the kernels of its tokens, and what is reduced."""
+    calls = []
+
+    def recorded(_, kernel, plain, *args, partition):
+        calls.append((partition, jax.tree.leaves(args)))
+        count, result = len(calls), kernel(*args)
+        del calls[count:]  # what the kernel itself calls
+        return result
+
+    x = jax.ShapeDtypeStruct((16, 128, 512), jnp.bfloat16)
+    weights = [jax.ShapeDtypeStruct(s, x.dtype) for s in ((512,), (512, 1024), (1024, 512))]
+
+    def step(x, weights, g):
+        return jax.vjp(lambda x, w: block(x, *w, fp8_flow.Recipe()), x, weights)[1](g)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(along_axes, "with_fallback", recorded)
+        jax.make_jaxpr(step)(x, weights, x)
+    devices = gpu_mesh(**{partitioned.EVERY: 8})
+    for partition, arrays in calls:
+        tiles = [
+            Tiles(np.arange(8).reshape(*(8 if name == "rows0" else 1 for name in names), -1))
+            for names in partition._operands
+        ]
+        cut, _, work = partition.cut(tiles, [None] * len(partition._results), 8)
+        parts = [
+            jax.ShapeDtypeStruct(of_x.local(x.shape), x.dtype)
+            for of_x, x in zip(cut, arrays, strict=True)
+        ]
+        each = jax.shard_map(work, mesh=devices, in_specs=P(), out_specs=P(), check_vma=False)
+        text = lower_for_cuda(each, *parts, mesh=devices)
+        assert kernels_in(text) == OF_PARTS[partition._name]
+        reduced = "store" in partition._name or "over_tokens" in partition._name
+        assert ("all_reduce" in text) == reduced, partition._name
+    assert {partition._name for partition, _ in calls} == BLOCK

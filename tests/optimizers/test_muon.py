@@ -100,6 +100,40 @@ def test_the_polar_factor_in_float64(name, order):
         np.testing.assert_allclose(own, (u * s) @ vt, atol=tolerances.MUON_EXACT)
 
 
+@pytest.mark.parametrize("axes, shape", [(None, (24, 40)), (Dimensions(2, 0), (12, 3, 8))])
+def test_neurons_are_normalized_as_in_normuon(axes, shape):
+    """Algorithm 1 of arXiv 2510.05491 in float64, for W of [outputs, inputs], of each matrix."""
+    b1, b2, eps, rate, steps = 0.9, 0.8, 1e-3, 1e-2, 3
+    tx = lowmem.flash_muon(
+        rate, beta=b1, eps=eps, nesterov=False, consistent_rms=0.2, normuon_b2=b2, weight_decay=0.1,
+        muon_weight_dimension_numbers=axes and {"w": axes}, storage=EXACT,
+    )  # fmt: skip
+    params = drawn({"w": shape})
+    found = changes_of(tx, params, steps)["w"]
+    assert tx.init(params).nu["w"].shape == ((1, 40) if axes is None else (12, 3, 1))
+    order = (0, 1) if axes is None else (1, 2, 0)  # to [..., inputs, outputs]
+    steps_of = {"w": (steps, *shape)}
+    one, moved, grads = (
+        np.asarray(x, np.float64).transpose(*lead, *(i + len(lead) for i in order))
+        for x, lead in ((params["w"], ()), (found, ()), (drawn(steps_of, 1)["w"], (0,)))
+    )
+    m, n = one.shape[-1], one.shape[-2]
+    for at in np.ndindex(one.shape[:-2]):
+        w, momentum, v = one[at].T, np.zeros((m, n)), np.zeros(m)
+        for t, g in enumerate(grads[(slice(None), *at)], 1):
+            momentum = b1 * momentum + (1 - b1) * g.T
+            debiased = momentum / (1 - b1**t)  # as ours is, which matters for eps
+            u, s, vt = np.linalg.svd(debiased, full_matrices=False)
+            s = s / (np.linalg.norm(s) + eps)
+            for _ in range(5):
+                s = STANDARD[0] * s + STANDARD[1] * s**3 + STANDARD[2] * s**5
+            o = (u * s) @ vt
+            v = b2 * v + (1 - b2) * np.mean(o * o, axis=1)
+            o = o / (np.sqrt(v) + eps)[:, None]
+            w = w - rate * 0.1 * w - 0.2 * rate * math.sqrt(m * n) / np.linalg.norm(o) * o
+        assert distance(moved[at], w.T - one[at]) <= tolerances.MUON_EXACT
+
+
 @pytest.mark.parametrize("preconditioning", ["frobenius", "aol"])
 def test_bf16_products(preconditioning):
     """Of a matrix with small singular values, and of one without."""

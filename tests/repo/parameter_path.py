@@ -6,6 +6,7 @@ it enters, and how often it goes from one file to another. `--list CALL` prints 
 
 import argparse
 import contextlib
+import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,8 +33,9 @@ def recorded(package: str = PACKAGE) -> Iterator[list[CodeType]]:
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(package):
-            if not code.co_name.startswith("<"):  # comprehensions, modules
+        is_function = code.co_flags & inspect.CO_OPTIMIZED  # not a module or the body of a class
+        if event == "call" and is_function and code.co_filename.startswith(package):
+            if not code.co_name.startswith("<"):  # comprehensions
                 calls.append(code)
 
     sys.setprofile(profile)

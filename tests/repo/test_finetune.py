@@ -1,6 +1,5 @@
 """The fine-tuning example: as a user runs it, killed and resumed, with adapters; and its data."""
 
-import dataclasses
 import importlib
 import json
 import os
@@ -160,21 +159,25 @@ def test_learns_the_answers(trained):
     np.testing.assert_array_equal(saved["model.layers.1.mlp.up_proj.weight"], up[1].T)
 
 
-@pytest.mark.parametrize(
-    ("flag", "gap"),
-    [
-        ("--micro-batch 2", 0.02),  # gradients rounded to bf16
-        pytest.param("--optimizer optax.adamw", 0.05, marks=pytest.mark.full),
-    ],
-)
-def test_losses_of_the_ordinary_run(trained, flag, gap):
-    found = losses(trained(flag)[0])
-    assert found == pytest.approx(losses(trained()[0]), rel=gap) and found != losses(trained()[0])
+def test_accumulation_has_the_losses_of_the_ordinary_run(trained):
+    accumulated, ordinary = losses(trained("--micro-batch 2")[0]), losses(trained()[0])
+    assert accumulated != ordinary  # gradients are rounded to bf16
+    assert accumulated == pytest.approx(ordinary, rel=0.02)
+
+
+@pytest.mark.full
+def test_adamw_in_f32_has_the_losses_of_the_ordinary_run(trained):
+    """The first is equal; at this rate single losses of a few rows differ more than their mean."""
+    plain, ordinary = losses(trained("--optimizer optax.adamw")[0]), losses(trained()[0])
+    assert plain[0] == pytest.approx(ordinary[0], rel=1e-3) and plain != ordinary
+    assert np.mean(plain) == pytest.approx(np.mean(ordinary), rel=0.02)
 
 
 def test_gradient_release(trained):
-    ordinary, released = (losses(trained(flag)[0]) for flag in ("--clip 0", "--release"))
-    assert released == pytest.approx(ordinary, rel=0.02)
+    modes = ("--clip 0", "--release", "--offload")
+    ordinary, *released = (losses(trained(mode)[0]) for mode in modes)
+    for found in released:  # with the state on the host, one row at a time
+        assert found == pytest.approx(ordinary, rel=0.02)
 
 
 def test_adapters(folder, trained):
@@ -215,15 +218,30 @@ def test_what_fits_a_budget(finetune, folder, tmp_path):
         return finetune.micro_batch(parsed(f"--budget {megabytes:.6f}MB {more}"))
 
     assert finetune.micro_batch(parsed()) == 4
-    resident = finetune.planned(parsed(), 0)[0].modes[0]
+    resident = finetune.planned(parsed(), 0).modes[0]
     assert chosen(resident.total_bytes(4)) == 4
-    resident = dataclasses.replace(resident, gradients=2 * resident.gradients)
+    resident = finetune.planned(parsed(), 0, accumulate=True).modes[0]
     assert [chosen(resident.total_bytes(rows)) for rows in (1, 2, 3)] == [1, 2, 2]
     with pytest.raises(SystemExit, match="--batch 4 does not fit") as stopped:
         chosen(resident.total_bytes(2), "--release")
     assert re.search("This fits: --batch [12]", str(stopped.value))
     with pytest.raises(SystemExit, match="Nothing fits"):
         chosen(resident.weights)
+
+
+def test_commands_that_the_planner_prints(finetune, folder, capsys):
+    """They have flags of this program alone, and choose the mode that they are printed for."""
+    sizes = finetune.plan.decoder(json.loads((folder / "config.json").read_text()))
+    adapters = ("q_proj", "v_proj"), 16
+    for mode in finetune.plan.plan_decoder(sizes, "flash_adamw", 0, 2048, adapters).modes:
+        megabytes = (mode.total_bytes(1) + 1) / finetune.plan.USABLE / 1e6
+        finetune.plan.main(["--params", str(folder), "--gpu", f"{megabytes:.6f}MB"])
+        printed = capsys.readouterr().out
+        command, name = printed.splitlines()[-1].split(), re.search(r"Recommended: (\w+)", printed)
+        if command[0] == "python":
+            args = finetune.parse_arguments(command[2:])
+            found = "release" if args.release else "lora" if args.lora else "resident"
+            assert args.batch >= 1 and name and name[1] == found
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from _llama.model import Llama
 
 from benchmarks import ROOT, absent_gpu, records, render, run, tables
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes
-from benchmarks.suites import kernels, memory, release
+from benchmarks.suites import kernels, memory, offload, plan, release
 from benchmarks.suites.end_to_end import bench as end_to_end
 from benchmarks.suites.fit import bench as fit
 from benchmarks.suites.linear import bench as linear
@@ -95,6 +95,10 @@ ENTRY %main (x: bf16[64]) -> bf16[64] {
 }
 """
 TINY = cases.LEAF_SETS["tiny"]
+TINY_DECODER = plan.Case(
+    {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+     "num_attention_heads": 1, "head_dim": 136, "intermediate_size": 64}, 2, 16
+)  # fmt: skip
 ADAMW_OF_8B = dict([next(iter(memory.PUBLISHED.items()))])
 ON_A_CPU = {"as_on_a_gpu": lambda row: [row]}
 SMALL_STEP = ((cases.LEAF_SETS, "one-16384", TINY), (step, "COPY_ON_CPU", (2**16, 2)))
@@ -112,6 +116,10 @@ SUITES = [
            (absent_gpu, "program", lambda *a, **k: PROGRAM_OF_A_STEP))),
     Smoke("tpu", "--chip v5e --case 2048x8192 --impl optax.adamw --part gaussws/2048x8192",
           ("tpu_steps", "tpu_parts"), **ON_A_CPU, needs="libtpu"),
+    Smoke("plan", "--case tiny", ("plan",),
+          ((plan.CASES, "tiny", TINY_DECODER), (absent_gpu, "mesh", lambda: None),
+           (absent_gpu, "compiled", lambda on, function, *args, donated:
+            jax.jit(function, donate_argnums=donated).lower(*args).compile()))),
     Smoke("memory", "", ("memory", "budget"), ((sizes, "measure", lambda *of: []),
           (memory, "PUBLISHED", ADAMW_OF_8B)), **ON_A_CPU),
     Smoke("checkpoint", "--parameters 65536", (), **ON_A_CPU),
@@ -185,6 +193,20 @@ def test_an_8b_llama_in_small(tmp_path, monkeypatch):
     _, body, _ = release.table(rows)
     assert len(body) == 3 and all("" not in line for line in body)
     assert release.draw(rows).get_suptitle()
+
+
+@pytest.mark.full
+def test_state_on_the_host_in_small(tmp_path):
+    file = tmp_path / "records.jsonl"
+    only = ["48", "no-copies", "resident"]
+    offload.main(["--preset", "tiny", "--steps", "2", "--only", *only, "--record", str(file)])
+    rows = [
+        row | {"case": row["case"].replace("tiny", "8b").replace("8b ", "8b batch=8 ")}
+        for row in records.load(file)
+    ]
+    _, body, _ = offload.table(rows)
+    assert [line[0].split(",")[0] for line in body] == ["offload", "offload", "resident"]
+    assert float(body[0][-2]) == 0.0 and all(float(line[5]) > 0 for line in body)
 
 
 # ---- commands ------------------------------------------------------------------------------------

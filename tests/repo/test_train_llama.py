@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -22,6 +23,8 @@ ONE, MESH = "--data-parallel 1", "--data-parallel 1 --fsdp 4 --tensor 2"
 @functools.lru_cache(maxsize=8)  # a program takes up to 2,500 of a process's memory maps
 def program_of(make, settings):
     program = make(settings)
+    if settings.offload:  # each start has arrays that steps delete
+        return program
     start = functools.cache(lambda: program.start.lower().compile(SAME_BITS))
     return dataclasses.replace(program, start=lambda: start()())
 
@@ -35,6 +38,9 @@ def llama(example, monkeypatch):  # noqa: F811
     make = functools.partial(program_of, parts.train.make_program)
     monkeypatch.setattr(parts.train, "make_program", make)
     return parts
+
+
+KINDS = ("--release", "--offload")
 
 
 def trained(llama, flags):
@@ -120,6 +126,22 @@ def test_gradient_release(llama):
     one, other = (found.numbers for found in (released, ordinary))
     assert one["argument_bytes"] == other["argument_bytes"] >= one["device_bytes"]
     assert one["beside_backward"] < other["beside_backward"]
+
+
+def test_state_on_the_host(llama, tmp_path):
+    """The run with gradient release, clipped too; it goes on from its checkpoint, also without."""
+    released, whole = (trained(llama, f"{ONE} {flag} --clip 1").run for flag in KINDS)
+    assert whole.losses == pytest.approx(released.losses, abs=2e-3)
+    where = f"{ONE} --clip 1 --checkpoint {tmp_path}"
+    trained(llama, f"{where} --offload --until 3")
+    (tmp_path / "3").rename(tmp_path.parent / "3")
+    for flag in KINDS:
+        shutil.copytree(tmp_path.parent / "3", tmp_path / "3")
+        rest = trained(llama, f"{where} {flag} --resume").run
+        assert rest.losses == pytest.approx(whole.losses[3:], abs=2e-3)
+        shutil.rmtree(tmp_path / "3")
+        shutil.rmtree(tmp_path / "6")
+    assert trained(llama, f"{ONE} --offload --accumulate 4").run.losses[-1] < whole.losses[0] - 0.1
 
 
 def test_a_run_goes_on_in_fp8(llama, tmp_path, capsys):
@@ -210,7 +232,8 @@ def test_out_of_memory(llama, tmp_path, monkeypatch, capsys):
         ("--resume", "--resume needs --checkpoint"),
         ("--accumulate 3 --data-parallel 1", "--batch 8 cannot be divided into 3 micro-batches"),
         ("--release --accumulate 2", "the gradients that --release never holds"),
-        ("--release --clip 1", "a global norm needs the gradients of all layers"),
+        ("--offload --account", "no program has the whole step"),
+        ("--offload", "--offload copies the state to one device"),
         ("--release --optimizer optax.adamw", "--release takes an optimizer of optax_lowmem"),
         ("--release --noise od", "--release and --noise"),
         ("--f32-weights --noise all", "--f32-weights and --noise"),

@@ -406,6 +406,18 @@ def test_training(ours, verdict):
     assert not list(findings.paired(apart, "gpt2-124m/adam", "val_loss", "adamw", "flash_adamw"))
 
 
+@pytest.mark.parametrize(
+    ("ours", "wanted"),
+    [([3.0] * 3, []), ([3.012, 3.1, 3.2], ["3", "0.22 %", "± 0.1 % of the loss"])],
+)
+def test_undecided_rows_say_how_many_seeds_they_need(ours, wanted):
+    rows = list(paired("gpt2-124m/adam", [3.0, 3.1, 3.2] if wanted else [3.0] * 3, ours))
+    body, used = findings.undecided(rows, flashoptim_claims.CLAIMS)
+    assert [line[1:4] for line in body] == ([wanted] if wanted else [])
+    assert len(used) == (6 if wanted else 0)
+    assert all(1 < int(line[4]) < 100 for line in body)
+
+
 @pytest.mark.parametrize("paper", tables.PAPERS)
 def test_claims_of_a_paper(paper, tmp_path, monkeypatch):
     """Without records none is decided; stored verdicts of one seed say that they are of one."""

@@ -239,13 +239,13 @@ def test_small_outputs_are_computed_in_calls_that_xla_keeps():
 def folded(monkeypatch):
     """The clippings that became a factor."""
     module, found = importlib.import_module("optax_lowmem._src.wrappers.chain"), []
-    plain = module._clipping_factor
+    plain = module.clipping_factor
 
     def factor(link, updates, state):
         found.append(link)
         return plain(link, updates, state)
 
-    monkeypatch.setattr(module, "_clipping_factor", factor)
+    monkeypatch.setattr(module, "clipping_factor", factor)
     return found
 
 

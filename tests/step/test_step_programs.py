@@ -55,7 +55,6 @@ from tests.tiers import rows
 def without_pallas(monkeypatch):
     """A GPU's JAX that does not lower Pallas through Triton."""
     monkeypatch.setattr(platform, "no_device_reason", lambda: None)
-    monkeypatch.setattr(platform, "no_kernel_reason", lambda x=None: None)
     monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
     monkeypatch.setattr(platform, "has_jax_triton", lambda: True)
 

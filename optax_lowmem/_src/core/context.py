@@ -37,6 +37,7 @@ class Decision:
       block: the `Block` whose elements share a value, if any.
       shape: shape of the parameter, or of the slot's values if it differs without a block.
       choose: for a step, a function that returns form and reason; only `explain` calls it.
+      patterns: `Policy.exclude` of the policy that was asked about the slot.
     """
 
     path: str
@@ -49,6 +50,7 @@ class Decision:
     block: Any = None
     shape: tuple[int, ...] = ()
     choose: Callable[[], tuple[str, str]] | None = None
+    patterns: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def values_shape(self) -> tuple[int, ...]:
@@ -83,13 +85,11 @@ class Context:
 
     Attributes:
       decisions: how each slot is stored.
-      policies: the policies that were consulted.
       masters: values from `lowmem.init`, and values for it.
       emitted: updates of optimizers that split or round weights, by leaf path.
     """
 
     decisions: list[Decision] | None = None
-    policies: list[Any] | None = None
     masters: Masters | None = None
     emitted: dict[str, jax.Array] | None = None
 
@@ -134,18 +134,6 @@ def recording() -> contextlib.AbstractContextManager[list[Decision]]:
 def absorbing() -> contextlib.AbstractContextManager[list[Decision]]:
     """Hide decisions in this context from an enclosing `recording`; yield them if there is one."""
     return recording() if is_recording() else contextlib.nullcontext([])
-
-
-def noting_policies() -> contextlib.AbstractContextManager[list[Any]]:
-    """Collect the policies that every `init` in this context consults."""
-    return _bound("policies", [])
-
-
-def note_policy(policy: Any) -> None:
-    """Report a consulted policy to an enclosing `noting_policies`."""
-    log = _context.get().policies
-    if log is not None and policy not in log:
-        log.append(policy)
 
 
 def current() -> Context:

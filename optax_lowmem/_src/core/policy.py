@@ -54,7 +54,6 @@ class Policy(ShowsChanges):
           slot: the slot's name.
           stored: whether the current state has codes for it; then `shape` may be a shard's.
         """
-        context.note_policy(self)
         if not shape:
             return "a 0-d leaf has no group"
         size = math.prod(shape)
@@ -76,13 +75,12 @@ class Policy(ShowsChanges):
         return {path for (path, _), keep in zip(named_leaves(tree), kept, strict=True) if not keep}
 
 
-def unmatched_patterns(policies: Iterable[Policy], tree: optax.Params) -> list[str]:
-    """Return a warning for each pattern of some policies that matches no leaf of the tree."""
+def unmatched_patterns(exclude: Iterable[str], tree: optax.Params) -> list[str]:
+    """Return a warning for each pattern of `Policy.exclude` that matches no leaf of the tree."""
     paths = [path for path, _ in named_leaves(tree)]
     messages = (
         patterns.unmatched(f"the pattern {pattern!r} of Policy.exclude", _parsed(pattern)[1], paths)
-        for policy in policies
-        for pattern in policy.exclude
+        for pattern in dict.fromkeys(exclude)
     )
     return [message for message in messages if message is not None]
 
@@ -90,12 +88,12 @@ def unmatched_patterns(policies: Iterable[Policy], tree: optax.Params) -> list[s
 def warn_of_patterns(policy: Policy, tree: optax.Params) -> None:
     """Warn of patterns that match nothing, unless `tree` is masked or a caller will warn."""
     now = context.current()
-    if any(asked is not None for asked in (now.decisions, now.policies, now.masters)):
+    if now.decisions is not None or now.masters is not None:
         return
     if not policy.exclude or not jax.tree.leaves(tree):
         return
     if not holds(tree, lambda node: isinstance(node, optax.MaskedNode)):
-        for warning in unmatched_patterns([policy], tree):
+        for warning in unmatched_patterns(policy.exclude, tree):
             warnings.warn(warning, stacklevel=3)
 
 

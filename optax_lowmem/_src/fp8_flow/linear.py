@@ -88,8 +88,8 @@ def linear(
     nothing if X comes from a norm or an activation function: X is recomputed from their saved
     inputs.
 
-    On a mesh: XLA partitions the products; the maximum of a sharded tensor takes an all-reduce of
-    one scalar.
+    On a mesh: each device multiplies its shards. Sharded kernels are gathered as codes, once per
+    pass; the maximum of a sharded tensor takes an all-reduce of one scalar.
 
     Example:
       >>> import jax.numpy as jnp

@@ -60,13 +60,15 @@ class Cut:
         """Return the number of parts of an axis."""
         return int(self.places[axis].max()) + 1 if axis in self.places else 1
 
-    def add(self, axis: str, places: np.ndarray) -> None:
+    def add(self, axis: str, places: np.ndarray) -> bool:
         """Cut one more axis, unless it is cut, or devices lack some combinations of parts."""
         more = {**self.places, axis: places}
         found, counts = np.unique(np.stack([*more.values()]), axis=1, return_counts=True)
         every = math.prod(int(x.max()) + 1 for x in more.values())
-        if axis not in self and found.shape[1] == every and len(set(counts)) == 1:
+        fits = axis not in self and found.shape[1] == every and len(set(counts)) == 1
+        if fits:
             self.places = more
+        return fits
 
     def devices(self, *axes: str | None) -> np.ndarray:
         """Return devices, [parts of each of the axes..., devices with these parts]."""
@@ -95,15 +97,15 @@ class Cut:
         """
         result = Cut(self._count)
         result.places = {axis: self.places[axis] for axis in names if axis and axis in self}
+        groups = self._added(names) or [[]]
         for axis, places in wanted.items():
-            groups = self._added(names)
-            if axis in self or not groups:
-                continue
-            found = np.sort(places[groups], axis=1).reshape(len(groups), places.max() + 1, -1)
-            if (found == np.arange(found.shape[1])[:, None]).all():
-                self._scattered = axis, places
-                result.add(axis, places)
-                break
+            parts = int(places.max()) + 1
+            alike, rest = divmod(len(groups[0]), parts)
+            every = np.repeat(np.arange(parts), alike)  # each group has as many of each part
+            if alike and not rest and (np.sort(places[groups], axis=1) == every).all():
+                if result.add(axis, places):
+                    self._scattered = axis, places
+                    break
         return result
 
     def _added(self, names: Names) -> list[list[int]] | None:
@@ -112,20 +114,18 @@ class Cut:
     def sum(self, x: jax.Array, names: Names) -> jax.Array:
         """Add the arrays of devices with different parts of other axes than those of the array."""
         groups = self._added(names)
-        if self._scattered is not None and groups:
+        if self._scattered is not None:
             axis, places = self._scattered
             order = np.argsort(places[groups], axis=1, kind="stable")
-            parts = int(places.max()) + 1
             # [groups, parts, devices that get the same part]
             members = np.take_along_axis(np.asarray(groups), order, 1)
-            members = members.reshape(len(groups), parts, -1)
+            members = members.reshape(len(order), int(places.max()) + 1, -1)
             x = lax.psum_scatter(
                 x, EVERY, scatter_dimension=names.index(axis), tiled=True,
-                axis_index_groups=members.swapaxes(1, 2).reshape(-1, parts).tolist(),
+                axis_index_groups=members.swapaxes(1, 2).reshape(-1, members.shape[1]).tolist(),
             )  # fmt: skip
-            groups = (
-                members.reshape(-1, members.shape[2]).tolist() if members.shape[2] > 1 else None
-            )
+            alike = members.shape[2]
+            groups = members.reshape(-1, alike).tolist() if alike > 1 else None
         return lax.psum(x, EVERY, axis_index_groups=groups) if groups else x
 
     def max(self, x: jax.Array, *axes: str) -> jax.Array:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
 
@@ -86,14 +86,12 @@ def target(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> str | N
         result.append(jax.typeof(x).sharding.mesh)
     for one in (*result, jax.sharding.get_abstract_mesh()):
         if one.abstract_device is not None:
-            return _platform_of(one.abstract_device)
+            # all that JAX 0.9 knows is the kind: "cpu", "tpu v5 lite"
+            kind = one.abstract_device.device_kind.lower().split()[0]
+            default = kind if kind in ("cpu", "tpu") else "gpu"
+            return str(getattr(one.abstract_device, "platform", default))
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     return device if device is None or isinstance(device, str) else str(device.platform)
-
-
-def _platform_of(device: AbstractDevice) -> str:
-    kind = device.device_kind.lower().split()[0]  # all that JAX 0.9 knows: "cpu", "tpu v5 lite"
-    return str(getattr(device, "platform", kind if kind in ("cpu", "tpu") else "gpu"))
 
 
 def targeting(x: jax.Array) -> contextlib.AbstractContextManager[Any]:

@@ -519,7 +519,7 @@ def _of_device(
 ) -> Gradients:
     """Process all chunks, one after the other."""
     lead = labels.shape
-    limit = loss.chunk_tokens or max(1, _CHUNK_LOGITS // max(1, head.shape[loss.vocab_axis]))
+    limit = loss.chunk_tokens or chunk_limit(head.shape[loss.vocab_axis])
     if not lead or math.prod(lead[:-1]) > limit:  # one token of each row exceeds the limit
         flat = (hidden.reshape(-1, hidden.shape[-1]), head, labels.reshape(-1))
         flat_scale = None if scale is None else scale.reshape(-1)
@@ -532,7 +532,7 @@ def _of_device(
         codes = quantize_head(head, loss.vocab_axis, loss.vocab_axes, *needed)
     transposed = loss.in_fp8 and loss.vocab_axis == 1  # the head's gradient of a chunk
     # cut the last axis of tokens, so that each device of a mesh has rows of every chunk
-    number, length = _chunks(lead, limit)
+    number, length = chunks(lead, limit)
     if number == 1:
         losses, of_hidden, of_head = _chunk(loss, wanted, hidden, head, codes, labels, scale)
         return losses, of_hidden, of_head.T if of_head is not None and transposed else of_head
@@ -557,7 +557,12 @@ def _of_device(
     return _joined(losses, axis, lead[-1]), of_hidden, of_head
 
 
-def _chunks(lead: tuple[int, ...], limit: int) -> tuple[int, int]:
+def chunk_limit(vocab: int) -> int:
+    """Return the maximum number of tokens per chunk."""
+    return max(1, _CHUNK_LOGITS // max(1, vocab))
+
+
+def chunks(lead: tuple[int, ...], limit: int) -> tuple[int, int]:
     """Return the number of chunks and their length on the last axis; equal chunks if possible."""
     length = lead[-1]
     least = max(1, min(length, math.ceil(math.prod(lead) / limit)))

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from optax_lowmem._src.core.jaxprs import scan_counts
+
 Atom = Var | Literal
 
 _MIB = 2.0**20
@@ -218,12 +220,8 @@ def _results(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
 
 
 def _flow_of_scan(eqn: JaxprEqn, inner: Jaxpr, given: list[bool]) -> list[bool]:
-    """Return which results of a scan depend on active operands: iterate until the carry is stable.
-
-    The ranks inside and outside differ for stacked operands and results, but not for the carry.
-    """
-    carries = _as_inside(eqn.outvars, inner.outvars)
-    first = _as_inside(eqn.invars, inner.invars) - carries
+    """Return which results of a scan depend on active operands, once the carry is stable."""
+    first, carries = scan_counts(eqn, inner)
     while True:
         results = _results(inner, given)
         carry = slice(first, first + carries)
@@ -231,10 +229,6 @@ def _flow_of_scan(eqn: JaxprEqn, inner: Jaxpr, given: list[bool]) -> list[bool]:
         if carried == given[carry]:
             return results
         given[carry] = carried
-
-
-def _as_inside(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
-    return sum(_aval(a).ndim == _aval(b).ndim for a, b in zip(outside, inside, strict=True))
 
 
 # ---- what made an array --------------------------------------------------------------------------

@@ -5,15 +5,23 @@ import dataclasses
 import functools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from optax_lowmem._src.memory.decoders import Decoder, decoder
-from optax_lowmem._src.memory.plan import RELEASE, Plan, plan
+from optax_lowmem._src.memory.plan import MODES, OFFLOAD, RELEASE, RESIDENT, ModePlan, Plan, plan
 from optax_lowmem._src.optimizers import OPTIMIZERS
 
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 USABLE = 0.93  # of a GPU's memory; the rest is for the driver and gaps between arrays
 LORA = "lora"
+_MEANING = {
+    RESIDENT: "All gradients exist at once.",
+    RELEASE: "Each layer is updated inside the backward pass.",
+    OFFLOAD: "As release, with the optimizer's state in host memory.",
+    LORA: "Adapters are trained; the weights are frozen.",
+}
+_SHORTEST = 128  # rows that are worth a try
 Adapters = tuple[tuple[str, ...], int]  # names of the adapted matrices, rank
 
 
@@ -26,7 +34,12 @@ def bytes_of(text: str) -> int:
 
 
 def plan_decoder(
-    sizes: Decoder, optimizer: str, budget: int, sequence: int, lora: Adapters | None = None
+    sizes: Decoder,
+    optimizer: str,
+    budget: int,
+    sequence: int,
+    lora: Adapters | None = None,
+    accumulate: bool = False,
 ) -> Plan:
     """Plan a decoder in bf16 whose layers are recomputed in the backward pass.
 
@@ -35,21 +48,46 @@ def plan_decoder(
       optimizer: name in `OPTIMIZERS`.
       budget: bytes of the device that the step may use.
       sequence: tokens per row.
-      lora: adapters, for a third mode that trains them alone.
+      lora: adapters, for one more mode that trains them alone.
+      accumulate: as in `memory.plan`.
 
     Returns:
-      A `Plan` of all parameters, resident and with gradient release, and of the adapters.
+      A `Plan` of the modes of `memory.plan`, for all parameters, and of the adapters.
     """
-    make = functools.partial(plan, OPTIMIZERS[optimizer].make(1e-5), budget=budget)
-    weights = sizes.params()
-    activations = functools.partial(sizes.activations, sequence=sequence)
-    whole = make(weights, activations=activations, stacks=("layers",))
-    if lora is None:
-        return whole
-    activations = functools.partial(activations, head_gradient=False)
-    adapters = make(sizes.params(lora), frozen=weights, activations=activations)
-    named = dataclasses.replace(adapters.modes[0], name=LORA)
-    return dataclasses.replace(whole, modes=(*whole.modes, named))
+    tx, weights = OPTIMIZERS[optimizer].make(1e-5), sizes.params()
+    make = functools.partial(plan, tx, budget=budget, stacks=("layers",), accumulate=accumulate)
+    activations = functools.partial(sizes.activations, sequence=sequence, accumulate=accumulate)
+    found: list[ModePlan] = []
+    for mode in (RESIDENT,) if sizes.gemma else MODES:  # the others need equal layers
+        found += make(
+            weights, activations=functools.partial(activations, mode=mode), modes=(mode,)
+        ).modes
+    if lora is not None:
+        of_adapters = functools.partial(activations, lora=lora[0])
+        (mode_plan,) = make(
+            sizes.params(lora), frozen=weights, activations=of_adapters, modes=(RESIDENT,)
+        ).modes
+        found.append(dataclasses.replace(mode_plan, name=LORA))
+    return Plan(budget, tuple(found))
+
+
+def advice(sizes: Decoder, optimizer: str, budget: int, sequence: int, lora: Adapters) -> str:
+    """Return what to change where nothing fits."""
+    shorter = sequence // 2
+    while shorter >= _SHORTEST:
+        best = plan_decoder(sizes, optimizer, budget, shorter, lora).best
+        if best is not None:
+            return f"Nothing fits. With --sequence {shorter}, {best.name} does."
+        shorter //= 2
+    least = min(
+        plan_decoder(sizes, optimizer, budget, sequence, lora).modes,
+        key=lambda mode: mode.total_bytes(1),
+    )
+    needed = least.total_bytes(1) / USABLE / 2**30
+    return (
+        f"Nothing fits, with shorter rows neither. {least.name} needs least, a GPU of {needed:.1f} "
+        "GiB: take that, or a smaller model."
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -65,6 +103,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="flash_adamw", metavar="NAME")
     parser.add_argument("--lora", default="q_proj,v_proj", help="adapted matrices (q_proj,v_proj)")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters (16)")
+    parser.add_argument("--pcie", type=float, default=25.0, metavar="GB/S",
+                        help="speed of copies to and from the host (25: PCIe 4 x16)")  # fmt: skip
     args = parser.parse_args(arguments)
     file = Path(args.params)
     file = file / "config.json" if file.is_dir() else file
@@ -75,14 +115,35 @@ def main(arguments: list[str] | None = None) -> None:
         result = plan_decoder(sizes, args.optimizer, budget, args.sequence, lora)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None
-    print(f"{args.optimizer}, rows of {args.sequence} tokens, {USABLE:.0%} of {args.gpu}")
-    print(result)
+    print(
+        f"{args.optimizer}, rows of {args.sequence} tokens; {budget / 2**30:.2f} GiB of {args.gpu} "
+        f"are usable ({USABLE:.0%})\n\n{result}\n"
+    )
     mode = result.best
     if mode is None:
-        raise SystemExit("Nothing fits: shorten --sequence, or choose a smaller model.")
-    more = {RELEASE: " --release", LORA: f" --lora {args.lora} --rank {args.rank}"}
-    print(
-        f"python examples/finetune.py --model {file.parent} --data FILE "
+        raise SystemExit(advice(sizes, args.optimizer, budget, args.sequence, lora))
+    for line in recommendation(mode, sizes, args, file.parent):
+        print(line)
+
+
+def recommendation(
+    mode: ModePlan, sizes: Decoder, args: argparse.Namespace, folder: Path
+) -> Iterator[str]:
+    """Yield the sentences about a mode that fits, and how to run it."""
+    yield f"Recommended: {mode.name}. {_MEANING[mode.name]}"
+    if mode.host:
+        size, seconds = f"{mode.host / 2**30:.2f} GiB", mode.host / (1e9 * args.pcie)
+        inputs = 2 * sizes.layers * sizes.width / 2**10
+        yield (
+            f"A step copies {size} to the GPU and {size} back, whatever its batch: {seconds:.2f} s "
+            f"each way at {args.pcie:g} GB/s (computed).\nMore batches per step (micro_batches) "
+            f"take {inputs:.0f} KiB per token of host memory."
+        )
+        yield "    release.train_step(tx, model, offload=True)"
+        return
+    flags = {RELEASE: " --release", LORA: f" --lora {args.lora} --rank {args.rank}"}
+    yield (
+        f"    python examples/finetune.py --model {folder} --data FILE "
         f"--optimizer {args.optimizer} --sequence {args.sequence} --batch {mode.batch}"
-        + more.get(mode.name, "")
+        + flags.get(mode.name, "")
     )

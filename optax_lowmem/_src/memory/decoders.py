@@ -1,13 +1,14 @@
 """Shapes and activations of decoders, from the `config.json` of a Hugging Face model."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.memory.plan import Activations
+from optax_lowmem._src.losses.cross_entropy import chunk_limit, chunks
+from optax_lowmem._src.memory.plan import RESIDENT, Activations
 
 # model_type -> what a config.json may leave out
 _KNOWN: dict[str, dict[str, Any]] = {
@@ -15,10 +16,14 @@ _KNOWN: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8},
     "qwen2": {},
     "qwen3": {"head_dim": 128},
-    "gemma2": {"head_dim": 256, "tie_word_embeddings": True, "attn_logit_softcapping": 50.0},
+    "gemma2": {
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
     "gemma3_text": {"head_dim": 256, "tie_word_embeddings": True},
 }
-_CHUNK_LOGITS = 2**28  # of linear_cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +40,9 @@ class Decoder:
       tied: whether the output head is the embedding.
       bias: whether queries, keys and values have biases.
       head_norms: width of the norms of queries and keys; 0: none.
-      norms: norms of width `width` per layer.
       scores: attention heads whose scores are stored; 0: fused attention stores none.
+      gemma: whether it has Gemma's GELU, four norms per layer, and layers of two kinds.
+      caps: whether scores and logits have soft caps.
     """
 
     layers: int
@@ -48,8 +54,9 @@ class Decoder:
     tied: bool
     bias: bool
     head_norms: int
-    norms: int
     scores: int
+    gemma: bool
+    caps: bool
 
     def params(self, lora: tuple[tuple[str, ...], int] | None = None) -> Any:
         """Return the weights as shapes: bf16 matrices, f32 norms, layers stacked on axis 0.
@@ -81,7 +88,7 @@ class Decoder:
         if self.bias:
             for name in ("q_proj", "k_proj", "v_proj"):
                 of_layers[name]["bias"] = self._stack(shapes[name][1])
-        for i in range(self.norms):
+        for i in range(4 if self.gemma else 2):
             of_layers[f"norm_{i}"] = {"scale": self._stack(self.width, dtype=jnp.float32)}
         if self.head_norms:
             for name in ("q_norm", "k_norm"):
@@ -99,23 +106,71 @@ class Decoder:
     def _stack(self, *shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.layers, *shape), dtype)
 
-    def activations(self, batch: int, sequence: int, head_gradient: bool = True) -> Activations:
-        """Estimate the activations of a step that recomputes each layer, in bf16.
+    def activations(
+        self,
+        batch: int,
+        sequence: int,
+        mode: str = RESIDENT,
+        lora: Sequence[str] | None = None,
+        kept: int | None = None,
+        accumulate: bool = False,
+    ) -> Activations:
+        """Estimate the activations in bf16, and the gradients of embedding and head.
 
         Args:
           batch: rows.
           sequence: tokens per row.
-          head_gradient: whether the output head is trained.
+          mode: of the step; with `release` and `offload`, an untied head is updated at once.
+          lora: names of adapted matrices; nothing else is trained.
+          kept: bytes that each layer keeps per token, such as those of `activation_report`, where
+            layers are not stacked; None: its input, from which the backward pass computes it again.
+          accumulate: whether the gradients are added to those of other batches.
         """
         tokens = batch * sequence
-        kept = 2 * self.layers * tokens * self.width
-        chunk = min(tokens, max(_CHUNK_LOGITS // self.vocab, 1))
-        loss = 4 * chunk * self.vocab + 4 * tokens * self.width
-        if head_gradient:
-            loss += 4 * self.vocab * self.width
-        of_layer = 8 * self.width + 3 * (self.heads + self.kv_heads) + 6 * self.hidden
-        scores = 10 * self.scores * sequence
-        return Activations(kept + loss, kept + tokens * (2 * of_layer + scores))
+        limit = chunk_limit(self.vocab)
+        number, length = chunks((batch, sequence) if batch <= limit else (tokens,), limit)
+        logits = length * (batch if batch <= limit else 1) * self.vocab
+        stream, table = 2 * tokens * self.width, 2 * self.vocab * self.width
+        trained = lora is None
+        loss = (8 if self.caps else 6) * logits
+        if trained and number > 1:
+            loss += 2 * table  # the sum of the head's gradients, in f32
+        elif trained:
+            loss = max(loss, 2 * logits + 2 * table)
+        loss += 3 * stream
+        if not trained:
+            held = end = 0
+        elif (
+            accumulate and mode == RESIDENT
+        ):  # of head and embedding in f32; layers' are added before the embedding's
+            held = end = (4 if self.tied else 2) * table
+        elif self.tied:
+            held, end = 2 * table, 5 * table  # both in f32, and their sum
+        else:
+            loss = max(loss, 3 * table + stream)  # of the head in f32 and bf16
+            held = table if mode == RESIDENT else 0
+            end = 3 * table + held
+        inputs = self.layers * (stream if kept is None else kept * tokens)
+        work, beside = self._layer(tokens, sequence, lora, kept), inputs
+        if kept is not None:  # freed layer by layer, while gradients come into being
+            leaves = jax.tree.leaves(self.params()["layers"])
+            beside = max(inputs - sum(leaf.size * leaf.dtype.itemsize for leaf in leaves), 0)
+        return Activations(inputs + loss, beside + held + work, end)
+
+    def _layer(
+        self, tokens: int, sequence: int, lora: Sequence[str] | None, kept: int | None
+    ) -> int:
+        """Return the bytes of a layer's activations and their gradients in its backward pass."""
+        mlp = 14 if self.gemma else 12
+        if lora is not None:  # frozen matrices need no gradients of their outputs for their own
+            mlp = 14 if {"gate_proj", "up_proj", "down_proj"} & set(lora) else 10
+        others = 12 if self.gemma else 8
+        work = mlp * self.hidden + others * self.width + 4 * (self.heads + self.kv_heads)
+        if kept is not None:
+            work = max(work - kept, 6 * self.hidden)
+        scores = self.scores * sequence
+        attention = (13 if self.caps else 10) * scores + 6 * self.hidden
+        return tokens * max(work + 6 * scores, attention)
 
 
 def decoder(config: Mapping[str, Any]) -> Decoder:
@@ -133,6 +188,8 @@ def decoder(config: Mapping[str, Any]) -> Decoder:
     values = _KNOWN[kind] | dict(config)
     heads = values["num_attention_heads"]
     head = values.get("head_dim") or values["hidden_size"] // heads
+    gemma = kind.startswith("gemma")
+    fused = head <= 128 and head % 8 == 0 and not values.get("attn_logit_softcapping")
     return Decoder(
         layers=values["num_hidden_layers"],
         width=values["hidden_size"],
@@ -143,6 +200,7 @@ def decoder(config: Mapping[str, Any]) -> Decoder:
         tied=values.get("tie_word_embeddings", False),
         bias=kind == "qwen2",
         head_norms=head if kind in ("qwen3", "gemma3_text") else 0,
-        norms=4 if kind.startswith("gemma") else 2,
-        scores=heads if values.get("attn_logit_softcapping") else 0,
+        scores=0 if fused else heads,
+        gemma=gemma,
+        caps=bool(values.get("final_logit_softcapping")),
     )

@@ -10,23 +10,33 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import trees
-from optax_lowmem._src.memory.state import UNITS, report, unit_of
+from optax_lowmem._src.memory.state import UNITS, Report, report, unit_of
 
-RESIDENT, RELEASE = "resident", "release"
-MODES = (RESIDENT, RELEASE)
+RESIDENT, RELEASE, OFFLOAD = "resident", "release", "offload"
+MODES = (RESIDENT, RELEASE, OFFLOAD)
+_IN_FLIGHT = 3  # layers whose state is on the device: one copied in, one updated, one copied out
 _MOST = 2**16  # rows of a batch
 
 
 class Activations(NamedTuple):
-    """Bytes of activations at the two peaks of a step.
+    """Bytes of activations, and of gradients outside the stacked layers, at points of a step.
 
     Attributes:
-      loss: while the loss and the gradient of its logits are computed, before other gradients.
-      backward: beside the gradients of the weights.
+      loss: while the loss and the gradient of its logits are computed.
+      layers: in the backward pass of a layer.
+      end: in the backward pass of what comes before the layers.
     """
 
     loss: int
-    backward: int
+    layers: int
+    end: int
+
+
+class Fixed(NamedTuple):
+    """Bytes on the device, beside weights and activations, at a point of a step."""
+
+    state: int
+    gradients: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,26 +44,30 @@ class ModePlan:
     """Bytes of a training step in one mode.
 
     Attributes:
-      name: `resident`: all gradients exist at once; `release`: those of one layer, and of what is
-        outside the layers.
+      name: `resident`: all gradients exist at once; `release`: those of one layer; `offload`:
+        likewise, and the state is on the host, but for that of a few layers.
       weights: bytes of the weights, frozen ones included.
-      state: bytes of the optimizer state.
-      gradients: bytes of the gradients.
+      fixed: bytes of state and gradients at the points of `Activations`.
       activations: bytes of activations by batch size.
+      host: bytes of the state on the host; a step copies them to the device and back.
       batch: largest batch that fits; 0 if none does.
     """
 
     name: str
     weights: int
-    state: int
-    gradients: int
+    fixed: tuple[Fixed, Fixed, Fixed]
     activations: Callable[[int], Activations]
+    host: int = 0
     batch: int = 0
 
+    def peak(self, batch: int) -> tuple[int, int, int]:
+        """Return the bytes of state, gradients and activations at the peak of a step."""
+        points = zip(self.fixed, self.activations(batch), strict=True)
+        return max(((*fixed, size) for fixed, size in points), key=sum)
+
     def total_bytes(self, batch: int) -> int:
-        """Return the peak of a step with `batch` rows."""
-        loss, backward = self.activations(batch)
-        return self.weights + self.state + max(loss, self.gradients + backward)
+        """Return the bytes of the device at the peak of a step with `batch` rows."""
+        return self.weights + sum(self.peak(batch))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +93,17 @@ class Plan:
 
     def _lines(self) -> Iterator[str]:
         unit = unit_of(self.budget)
-        heads = ("weights", "state", "gradients", "activations", "total", "batch")
-        first = f"{unit} of {self.budget / UNITS[unit]:.2f}"
-        yield f"{first:<16}" + "".join(f"{head:>13}" for head in heads)
+        heads = ("weights", "state", "gradients", "activations", "total", "on the host")
+        yield f"{unit:<10}" + "".join(f"{head:>13}" for head in heads) + "   largest batch"
         for mode in self.modes:
             batch = max(mode.batch, 1)
-            total = mode.total_bytes(batch)
-            fixed = (mode.weights, mode.state, mode.gradients)
-            sizes = (*fixed, max(total - sum(fixed), 0), total)
-            cells = "".join(f"{size / UNITS[unit]:>13.2f}" for size in sizes)
-            yield f"{mode.name:<16}{cells}{mode.batch or 'none fits':>13}"
+            sizes = (mode.weights, *mode.peak(batch), mode.total_bytes(batch), mode.host or None)
+            cells = "".join(
+                f"{'' if size is None else f'{size / UNITS[unit]:.2f}':>13}" for size in sizes
+            )
+            lacks = (mode.total_bytes(batch) - self.budget) / UNITS[unit]
+            fits = str(mode.batch) if mode.batch else f"none: {lacks:.2f} {unit} too large"
+            yield f"{mode.name:<10}{cells}   {fits}"
 
 
 def plan(
@@ -100,6 +115,7 @@ def plan(
     frozen: optax.Params = (),
     stacks: Sequence[str] = (),
     modes: Sequence[str] = MODES,
+    accumulate: bool = False,
 ) -> Plan:
     """Plan the memory of a training step, from shapes alone.
 
@@ -107,11 +123,13 @@ def plan(
       tx: the optimizer.
       params: the trained weights as stored, or their `jax.eval_shape`.
       budget: bytes of the device that the step may use.
-      activations: batch -> bytes of activations, such as those of `activation_report`; or
-        `Activations`, if the loss is computed before the gradients need memory.
+      activations: batch -> bytes of activations beside all gradients, such as those of
+        `activation_report`; or `Activations`, which has the gradients outside the stacks.
       frozen: weights without gradient and state.
       stacks: paths of stacked layers, as in `release.Layered`.
-      modes: of `resident` and `release`; without stacks, `release` is left out.
+      modes: of `resident`, `release` and `offload`; the latter two need stacks.
+      accumulate: whether a step adds up the gradients of several batches, in the dtype of the
+        weights, or with `offload` layer by layer in f32. `release` cannot, and is left out.
 
     Returns:
       A `Plan`; print it for a table.
@@ -132,43 +150,63 @@ def plan(
     unknown = set(modes) - set(MODES)
     if unknown:
         raise ValueError(f"modes must be among {', '.join(MODES)}, got {sorted(unknown)}")
-    sizes = {path: _bytes(leaf) for path, leaf in trees.named_leaves(params)}
-    for path in stacks:
-        if not any(name.startswith(f"{path}/") for name in sizes):
-            raise ValueError(f"there is no stack '{path}' in the parameters")
+    whole = not isinstance(activations(1), Activations)
 
     def of_batch(batch: int) -> Activations:
         size = activations(batch)
-        return size if isinstance(size, Activations) else Activations(0, size)
+        return size if isinstance(size, Activations) else Activations(0, size, 0)
 
     of_params = report(tx, params)
     weights = of_params.params_bytes + sum(map(_bytes, jax.tree.leaves(frozen)))
-    gradients = {RESIDENT: sum(sizes.values())}
-    if stacks:
-        gradients[RELEASE] = _released(sizes, dict(trees.named_leaves(params)), stacks)
     plans = []
-    for name in modes:
-        if name in gradients:
-            mode = ModePlan(name, weights, of_params.state_bytes, gradients[name], of_batch)
+    for name, fixed in _fixed(
+        of_params, dict(trees.named_leaves(params)), stacks, whole, accumulate
+    ):
+        if name in modes:
+            host = of_params.state_bytes if name == OFFLOAD else 0
+            mode = ModePlan(name, weights, fixed, of_batch, host)
             plans.append(dataclasses.replace(mode, batch=_largest(mode, budget)))
     return Plan(budget, tuple(plans))
 
 
-def _bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
-
-
-def _released(sizes: dict[str, int], leaves: dict[str, Any], stacks: Sequence[str]) -> int:
-    """Return the bytes of the gradients outside the stacks, and of the largest layer."""
-    of_stacks = dict.fromkeys(stacks, 0)
-    rest = 0
-    for path, size in sizes.items():
+def _fixed(
+    of_params: Report, leaves: dict[str, Any], stacks: Sequence[str], whole: bool, accumulate: bool
+) -> Iterator[tuple[str, tuple[Fixed, Fixed, Fixed]]]:
+    """Yield state and gradients by mode; `whole`: with the gradients outside the stacks."""
+    layers = {path: Fixed(0, 0) for path in stacks}  # one of each stack
+    stacked, largest = 0, Fixed(0, 0)
+    for path, leaf in leaves.items():
+        size = _bytes(leaf)
+        state = sum(of_params.by_leaf[path].values()) - size
         stack = next((s for s in stacks if path.startswith(f"{s}/")), None)
         if stack is None:
-            rest += size
+            largest = max(largest, Fixed(state, size))
         else:
-            of_stacks[stack] += size // leaves[path].shape[0]
-    return rest + max(of_stacks.values())
+            stacked += size
+            number, layer = leaf.shape[0], layers[stack]
+            layers[stack] = Fixed(layer.state + state // number, layer.gradients + size // number)
+    missing = [path for path, layer in layers.items() if not layer.gradients]
+    if missing:
+        raise ValueError(f"there is no stack '{missing[0]}' in the parameters")
+    outside = of_params.params_bytes - stacked if whole else 0
+    state, sums = of_params.state_bytes, of_params.params_bytes if accumulate else 0
+    every = Fixed(state, stacked + outside + sums)
+    yield RESIDENT, (Fixed(state, sums), every, every)
+    if not stacks:
+        return
+    layer = max(layers.values())
+    if not accumulate:
+        # the layer's slices, which the update replaces, are copies
+        at_work = Fixed(state + layer.state, layer.gradients + outside)
+        yield RELEASE, (Fixed(state, 0), at_work, Fixed(state, outside))
+    flight, wide = _IN_FLIGHT * layer.state, 2 if accumulate else 1  # sums are in f32
+    of_leaf = Fixed(flight + largest.state, 2 * largest.gradients if accumulate else 0)
+    at_work = Fixed(flight, wide * layer.gradients + outside)
+    yield OFFLOAD, (of_leaf, at_work, of_leaf._replace(gradients=of_leaf.gradients + outside))
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
 def _largest(mode: ModePlan, budget: int) -> int:

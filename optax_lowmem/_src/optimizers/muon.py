@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.hyperparameters import (
     Formula,
     as_f32,
@@ -60,6 +61,7 @@ class OrthogonalRule(MatrixRule):
       coefficients: coefficients of the iterations.
       preconditioning: how singular values are bounded before the iterations.
       products: dtype of the products; None is bf16, or f32 if JAX's default backend is a CPU.
+      normalizes: divide by the root of the second moment of each output (NorMuon).
     """
 
     nesterov: bool = True
@@ -67,9 +69,15 @@ class OrthogonalRule(MatrixRule):
     coefficients: Coefficients = (STANDARD,) * 5
     preconditioning: str = "frobenius"
     products: Any = None
+    normalizes: bool = False
 
-    slots: ClassVar[tuple[Slot, ...]] = (Slot("mu", signed=True),)
     state_type = FlashMuonState
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The momentum, and v of each output if the rule `normalizes`."""
+        nu = Slot("nu", signed=False, blockwise=True, compressed=False)
+        return (Slot("mu", signed=True), *((nu,) if self.normalizes else ()))
 
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
@@ -89,6 +97,29 @@ class OrthogonalRule(MatrixRule):
     def of_whole_leaf(self) -> bool:
         """Whether the direction is scaled by the dual norm, a sum over the whole leaf."""
         return self.adaptive
+
+    def block(self, matrices: Matrices) -> Block | None:
+        """Return one value per output, the mean over fan-in, if the rule `normalizes`."""
+        return Block(axes=matrices.rows, description="per output") if self.normalizes else None
+
+    def scale_blocks(
+        self,
+        matrices: Matrices,
+        direction: jax.Array,
+        slots: Mapping[str, jax.Array],
+        h: Mapping[str, jax.Array],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return 1 / (sqrt(v) + eps) of each output, times one factor per matrix, and the new v.
+
+        With the factor, the squares of the scaled direction sum to min(fan_in, fan_out), as those
+        of U V^T do.
+        """
+        fan_in, fan_out = matrices.fans(direction.shape)
+        mean = Block(axes=matrices.rows).mean(jnp.square(direction.astype(jnp.float32)))
+        nu = h["b2"] * slots["nu"] + h["one_minus_b2"] * mean
+        factor = 1 / (jnp.sqrt(nu) + h["eps"])
+        squares = fan_in * jnp.sum(mean * factor**2, axis=matrices.columns, keepdims=True)
+        return factor * (min(fan_in, fan_out) ** 0.5 / (jnp.sqrt(squares) + h["eps"])), {"nu": nu}
 
     def of_matrices(self, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
         """Approximate U V^T of each matrix."""
@@ -159,6 +190,7 @@ def _of_step(
     eps: Scalar,
     nesterov: bool,
     consistent_rms: Scalar | None,
+    normuon_b2: Scalar | None,
     adam: Formula,
     adam_learning_rate: ScalarOrSchedule,
     adam_weight_decay: Scalar | None,
@@ -174,6 +206,11 @@ def _of_step(
         h["mu_bias_correction"] = 1 / bias_correction("beta", beta, step)
     if consistent_rms is not None:
         h["consistent_rms"] = as_f32("consistent_rms", consistent_rms)
+    if normuon_b2 is not None:
+        h["b2"], h["one_minus_b2"] = (
+            as_f32("normuon_b2", normuon_b2),
+            complement("normuon_b2", normuon_b2),
+        )
     rate = at_count("adam_learning_rate", adam_learning_rate, count)
     of_adam = {**adam(count), "lr": rate}
     if adam_weight_decay is not None:
@@ -244,6 +281,7 @@ def flash_muon(
     adam_learning_rate: ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: Dimensions = None,
     consistent_rms: float | jax.Array | None = None,
+    normuon_b2: float | jax.Array | None = None,
     ns_dtype: DTypeLike | None = None,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
     decouple_lr: bool | float = False,
@@ -294,6 +332,10 @@ def flash_muon(
         attention or convolution kernel), the dimensions that are not named are batch dimensions.
       consistent_rms: s = consistent_rms sqrt(max(fan_in, fan_out)) instead of
         sqrt(max(1, fan_out / fan_in)): with 0.2, AdamW's learning rate and weight decay fit.
+      normuon_b2: decay of the second moment of each output (NorMuon, 0.95), in [0, 1); None does
+        not normalize. With O the approximation of U V^T, v_t = b2 v_{t-1} + (1 - b2) mean(O^2) over
+        the inputs, and the direction is :math:`\sqrt{\min(m, n)}\, \hat O / \|\hat O\|_F` with
+        :math:`\hat O = O / (\sqrt{v_t} + \epsilon)`.
       ns_dtype: dtype of the products: None is bf16, or f32 if JAX's default backend is a CPU, where
         bf16 is no faster. f32 products have the precision of `jax_default_matmul_precision`.
       storage: codecs (`mu`, and `nu` of other leaves), group size, width of the master weights,
@@ -301,7 +343,8 @@ def flash_muon(
       decouple_lr: decay matrices by `weight_decay * lr / peak`.
 
     Returns:
-      An optax transformation; `nu` in its state is 0-d for matrices, which have no second moment.
+      An optax transformation; `nu` in its state is 0-d for matrices, which have no second moment,
+      or has one f32 value per output with `normuon_b2`.
 
     Raises:
       ValueError: for a hyperparameter out of range, coefficients of another shape, dimension
@@ -332,7 +375,9 @@ def flash_muon(
       Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et al., Muon
       is Scalable for LLM Training, 2025; Gupta et al., Effective Quantization of Muon Optimizer
       States, 2025 (8-bit momentum); Amsel et al., The Polar Express, 2025 (coefficients);
-      Boissin et al., Turbo-Muon, 2025 (four iterations).
+      Boissin et al., Turbo-Muon, 2025 (four iterations); Li et al., NorMuon, 2025
+      (`normuon_b2`; with `consistent_rms=0.2` and `nesterov=False` its Algorithm 1, in which the
+      momentum is not debiased).
     """
     check_choice("preconditioning", preconditioning, PRECONDITIONINGS)
     check_range("beta", beta, 0.0, 1.0)
@@ -341,15 +386,24 @@ def flash_muon(
     check_range("adam_learning_rate", rate, 0.0)
     if consistent_rms is not None:
         check_range("consistent_rms", consistent_rms, 0.0)
+    if normuon_b2 is not None:
+        check_range("normuon_b2", normuon_b2, 0.0, 1.0)
     adam = adam_moments(adam_b1, adam_b2, eps, adam_eps_root, nesterov)
     decay = None if is_zero(adam_weight_decay) else adam_weight_decay
     iterations = _coefficients(ns_coeffs, ns_steps)
     return optimizer(
         MuonRule(
-            OrthogonalRule(nesterov, adaptive, iterations, preconditioning, _products(ns_dtype)),
+            OrthogonalRule(
+                nesterov,
+                adaptive,
+                iterations,
+                preconditioning,
+                _products(ns_dtype),
+                normalizes=normuon_b2 is not None,
+            ),  # fmt: skip
             AdamRule(nesterov=nesterov, eps_root_is_zero=is_zero(adam_eps_root)),
         ),
-        Formula(_of_step, (beta, eps, nesterov, consistent_rms, adam, rate, decay)),
+        Formula(_of_step, (beta, eps, nesterov, consistent_rms, normuon_b2, adam, rate, decay)),
         learning_rate,
         storage,
         weight_decay=weight_decay,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,33 +114,39 @@ def _multiplied_once(
         [., 1, 1].
       coefficients: (a, b, c) of each iteration; a is not 0.
     """
+    rows, growth = [], 1.0
+    for a, b, c in coefficients:
+        rows.append((b / a * growth**2, c / a * growth**4))
+        growth *= a
+    # hidden from XLA, which would otherwise compile and tune the products of each iteration
+    constants = lax.optimization_barrier(jnp.asarray(rows, jnp.float32))
 
     def plus(total: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
         pair = one.astype(x.dtype), other.astype(x.dtype)
         return total + jnp.matmul(*pair, preferred_element_type=jnp.float32)
 
-    gram, total, growth = gram * (scale * scale.mT), _identity(gram), 1.0
-    for i, (a, b, c) in enumerate(coefficients):
-        narrow = gram.astype(x.dtype)
-        factor = narrow @ _linear(gram, b / a * growth**2, c / a * growth**4).astype(x.dtype)
-        if i + 1 < len(coefficients):
-            gram = plus(gram, narrow, factor.mT)
-            gram = plus(gram, factor, gram)
-            # XLA would join both products with the factor, and copy their operands for that
-            gram, factor = lax.optimization_barrier((gram, factor))
-        total = plus(total, factor, total) if i else total + factor
-        growth *= a
+    def operands_of(gram: jax.Array, row: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+        rounded = None if x.dtype == gram.dtype else gram.astype(x.dtype)
+        return rounded, _factor(gram, row[0], row[1], x.dtype)
+
+    def iterated(i: jax.Array, carry: Any) -> Any:
+        gram, rounded, factor, total = carry
+        gram = plus(gram, gram if rounded is None else rounded, factor.mT)
+        gram = plus(gram, factor, gram)
+        rounded, factor = operands_of(gram, constants[i])
+        return gram, rounded, factor, plus(total, factor, total)
+
+    gram = gram * (scale * scale.mT)
+    rounded, factor = operands_of(gram, constants[0])
+    total = jnp.eye(gram.shape[-1])[None] + factor
+    *_, total = lax.fori_loop(1, len(rows), iterated, (gram, rounded, factor, total))
     total = (total * (growth * scale.mT)).astype(x.dtype)
     return x @ total.mT if _is_tall(x) else total @ x
 
 
-def _linear(gram: jax.Array, b: jax.Array | float, c: jax.Array | float) -> jax.Array:
-    """Return b I + c A, f32."""
-    return b * _identity(gram) + c * gram.astype(jnp.float32)
-
-
-def _identity(gram: jax.Array) -> jax.Array:
-    return jnp.eye(gram.shape[-1])[None]
+def _factor(gram: jax.Array, b: jax.Array, c: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return b A + c A^2 in a dtype."""
+    return (b * gram).astype(dtype) + gram.astype(dtype) @ (c * gram).astype(dtype)
 
 
 def _is_tall(x: jax.Array) -> bool:
@@ -155,7 +162,7 @@ def _gram(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
 def _iterated(x: jax.Array, gram: jax.Array, row: jax.Array) -> jax.Array:
     """Return a x + (b A + c A^2) x for A = x x^T, or a x + x (b A + c A^2) for A = x^T x."""
     a, b, c = row
-    factor = gram @ _linear(gram, b, c).astype(x.dtype)
+    factor = _factor(gram, b, c, x.dtype)
     return (a * x).astype(x.dtype) + (x @ factor if _is_tall(x) else factor @ x)
 
 

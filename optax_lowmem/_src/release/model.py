@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +89,10 @@ class Layered:
             body = jax.checkpoint(body, prevent_cse=False)
             x, _ = lax.scan(body, x, parts.stacks[path].tree)
         return self.last(parts.rest(), x, batch)
+
+    def take_apart(self, params: optax.Params) -> "Parts":
+        """Split parameters into the stacks and the rest."""
+        return take_apart(params, tuple(self.layers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +188,27 @@ def _layers_of(path: str, tree: optax.Params) -> int:
                 "stack, or into the rest."
             )
     return int(size[0])
+
+
+# ---- a part of x that layers do not change -------------------------------------------------------
+
+
+class Unchanged(NamedTuple):
+    """Arrays in x that every layer of a stack returns unchanged, so that one copy is saved."""
+
+    arrays: Any
+
+
+def map_x(on_array: Callable[..., Any], on_unchanged: Callable[[Unchanged], Any], x: object) -> Any:
+    """Map over x, with separate functions for its arrays and for its `Unchanged` nodes."""
+
+    def is_unchanged(node: object) -> bool:
+        return isinstance(node, Unchanged)
+
+    def one(node: Any) -> Any:
+        return on_unchanged(node) if is_unchanged(node) else on_array(node)
+
+    return jax.tree.map(one, x, is_leaf=is_unchanged)
 
 
 # ---- leaves that a function reads ----------------------------------------------------------------

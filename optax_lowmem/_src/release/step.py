@@ -1,7 +1,7 @@
 """Training step of a layered model that updates each layer during the backward pass."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,270 +9,133 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lowmem._src.core import context, random, trees, varying
+from optax_lowmem._src.core import context, trees, varying
 from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.core.sharding import placements
-from optax_lowmem._src.release.model import (
-    Layered,
-    LayerFunction,
-    Parts,
-    Stack,
-    floats,
-    reads,
-    take_apart,
-    with_floats,
+from optax_lowmem._src.release import stages
+from optax_lowmem._src.release.model import Layered, LayerFunction, Parts, Stack, map_x
+from optax_lowmem._src.release.offload import Offloaded
+from optax_lowmem._src.release.optimizer import Optimizer
+from optax_lowmem._src.release.trace import Program, trace
+from optax_lowmem._src.release.update import (
+    Leaves,
+    Plans,
+    Update,
+    read_layer,
+    squares_of,
+    write_layer,
 )
-from optax_lowmem._src.step import IMPLEMENTATIONS, LeafPlan, LeafState
-from optax_lowmem._src.step.batch import LeafBatch
-from optax_lowmem._src.step.engine import Engine, EngineTransformation, count_and_keys, step_leaves
-from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
-from optax_lowmem._src.wrappers.pack import PackedEngine
+from optax_lowmem._src.step import IMPLEMENTATIONS
+from optax_lowmem._src.wrappers.chain import clipping_factor
 
-# ---- one layer of stacked leaves: whether it can be stepped alone; reading and writing it --------
-
-
-def layer_plan(rule: UpdateRule, plan: LeafPlan, layers: int, per_layer: bool) -> LeafPlan:
-    """Return the plan of one layer from that of its stacked leaf; axis 0 is kept, with size 1.
-
-    Raises:
-      ValueError: for a leaf whose layers cannot be stepped one by one.
-    """
-    reason = _reason(rule, plan, per_layer) if layers > 1 else None
-    if reason is not None:
-        raise ValueError(
-            f"the layers of leaf '{plan.path}' {list(plan.shape)} cannot be updated one by one: "
-            f"{reason}"
-        )
-    block = None if plan.block is None else plan.block.fit(plan.shape, plan.path)
-    return dataclasses.replace(plan, shape=(1, *plan.shape[1:]), block=block)
-
-
-def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
-    rule = rule.for_leaf(plan.matrices)
-    measures = rule.prepares == "leaf" or (isinstance(rule, MatrixRule) and rule.of_whole_leaf)
-    if measures and not per_layer:
-        return (
-            f"{type(rule).__name__} reduces over a whole tensor before it steps. per_layer=True "
-            "reduces over each layer separately, as in the same model with unrolled layers."
-        )
-    if plan.matrices is not None and 0 in (*plan.matrices.rows, *plan.matrices.columns):
-        return (
-            "axis 0 is a row or column axis of its matrices. Leave it out of its "
-            "MuonDimensionNumbers."
-        )
-    place = context.placement(plan.path)
-    if place is not None and place.parts(0) > 1:
-        return f"axis 0 is sharded ({place.spec}). Shard another axis."
-    if plan.quantized and len(plan.shape) == 1:
-        return (
-            "its only axis is the layer axis, so groups of codes span layers. Leave it "
-            f"uncompressed: Policy(exclude=('{plan.path}',))."
-        )
-    if plan.block is None:
-        return None
-    block = plan.block.fit(plan.shape, plan.path)
-    if 0 in block.axes or (block.heads is not None and block.heads[0] == 0):
-        kept = tuple(range(1, len(plan.shape)))
-        instead = f"Structure(rules=[('{plan.path}', {kept})])"
-        if len(block.parts) > 1:
-            instead = f"min_dim_size_to_factor={plan.shape[0] + 1}"
-        return (
-            "the layers share a second moment "
-            f"({block.description or f'a mean over {block.axes}'}). "
-            f"Give each layer a separate one: {instead}."
-        )
-    values = block.values((1, *plan.shape[1:]))
-    for slot in plan.blockwise:
-        if slot.codec is not None and values % plan.group_size:
-            return (
-                f"its {slot.name} has {values} values per layer in groups of {plan.group_size}, "
-                "which span layers. Keep it in f32: "
-                f"Policy(exclude=('{slot.name}:{plan.path}',))."
-            )
-    return None
-
-
-def groups_of_blocks(plan: LeafPlan, layers: int) -> int:
-    """Return the number of groups of codes per layer, for block-wise slots."""
-    if plan.block is None:
-        return 0
-    return plan.block.values(plan.shape) // layers // plan.group_size
-
-
-def read_layer(tree: object, layer: jax.Array, layers: int) -> Any:
-    """Slice one layer of each array, behind an optimization barrier.
-
-    Without the barrier, XLA's CPU backend copies the whole stack, since it is read and written.
-    """
-
-    def part(x: jax.Array) -> jax.Array:
-        size = x.shape[0] // layers
-        return lax.dynamic_slice_in_dim(x, layer * size, size, 0)
-
-    return lax.optimization_barrier(jax.tree.map(part, tree))
-
-
-def write_layer(tree: object, parts: object, layer: jax.Array, layers: int) -> Any:
-    """Write one layer of each array, in place if the old array is not used any more."""
-
-    def whole(x: jax.Array, part: jax.Array) -> jax.Array:
-        size = x.shape[0] // layers
-        return lax.dynamic_update_slice_in_dim(x, part, layer * size, 0)
-
-    return jax.tree.map(whole, tree, lax.optimization_barrier(parts))
-
-
-# ---- the leaves of a tree while a step updates them ----------------------------------------------
+# ---- what becomes of the gradients ---------------------------------------------------------------
 
 Gradient = Callable[[jax.Array], jax.Array]
 
 
-@dataclasses.dataclass(eq=False)
-class Run:
-    """State of one step: the leaves of the tree, each old until it is updated.
+class Norm:
+    """The squares of all gradients, added up.
 
     Attributes:
-      engine: the optimizer.
-      h: hyperparameters of the step.
-      count: the new step count.
-      keys: random keys of the leaves, uint32 [leaves].
-      before: the old state.
       parts: the parameters, split into stacks and the rest.
-      plans: plans of the whole leaves.
-      of_layers: plans of one layer of stacked leaves, by index.
-      weights: the parameters.
-      states: states of the leaves.
-      blockwise: states of their block-wise slots.
-      totals: gradients accumulated so far for leaves of the rest, by index.
       each: function applied to every gradient.
+      squares: the sum so far.
     """
 
-    engine: Engine
-    h: Mapping[str, jax.Array]
-    count: jax.Array
-    keys: jax.Array
-    before: Any
-    parts: Parts
-    plans: list[LeafPlan]
-    of_layers: dict[int, LeafPlan]
-    weights: list[jax.Array]
-    states: list[LeafState]
-    blockwise: list[LeafState]
-    totals: dict[int, jax.Array]
-    each: Gradient
-
-    @classmethod
-    def begin(
-        cls,
-        engine: Engine,
-        model: Layered,
-        params: optax.Params,
-        state: optax.OptState,
-        each: Gradient | None,
-        per_layer: bool,
-    ) -> "Run":
-        """Start a step; raise ValueError if a leaf of a stack cannot be stepped layer by layer."""
-        trees.check_state(state, engine.rule.state_type)
-        plans = engine.plans(params, state, returns_params=True)
-        parts = take_apart(params, tuple(model.layers))
-        of_layers = {
-            i: layer_plan(engine.rule, plans[i], stack.layers, per_layer)
-            for stack in parts.stacks.values()
-            for i in stack.indices
-        }
-        h = engine.hyperparameters(state.count)
-        states, blockwise = engine.unpack(state, plans, params)
-        paths = [plan.path for plan in plans]
-        count, keys = count_and_keys(state.seed, state.count, None, paths)
-        return cls(
-            engine, h, count, keys, state, parts, plans, of_layers, jax.tree.leaves(params), states,
-            blockwise, {}, each or (lambda g: g),
-        )  # fmt: skip
-
-    def result(self, params: optax.Params) -> tuple[Any, Any]:
-        """Return the new parameters and state."""
-        treedef: Any = jax.tree.structure(params)
-        state = self.engine.pack(
-            self.count, self.plans, self.states, self.blockwise, params, self.before
-        )
-        return treedef.unflatten(self.weights), state
+    def __init__(self, parts: Parts, each: Gradient):
+        self.parts, self.each, self.squares = parts, each, jnp.float32(0)
+        self._totals: dict[int, jax.Array] = {}
 
     def add(self, positions: Sequence[int], gradients: Sequence[jax.Array]) -> None:
         """Add gradients to the totals of leaves of the rest, given by position in it."""
         for at, g in zip(positions, gradients, strict=True):
-            i = self.parts.indices[at]
-            self.totals[i] = self.totals[i] + g if i in self.totals else g
+            self._totals[at] = self._totals[at] + g if at in self._totals else g
 
-    def update_rest(self, positions: Sequence[int], then: object) -> Any:
-        """Step leaves of the rest; return `then`, made to depend on them to free the gradients."""
-        indices = [self.parts.indices[at] for at in positions]
-        if not indices:
+    def pop(self, positions: Sequence[int]) -> list[jax.Array]:
+        """Return the totals of leaves of the rest; zeros of leaves that no stage reads."""
+        leaves = self.parts.leaves
+        totals = [self._totals.pop(at, None) for at in positions]
+        rows = zip(positions, totals, strict=True)
+        return [self.each(jnp.zeros_like(leaves[at]) if t is None else t) for at, t in rows]
+
+    def finish_rest(self, positions: Sequence[int], then: Any) -> Any:
+        """Use the gradients of leaves of the rest; return `then`, delayed until they are freed."""
+        self.squares += squares_of(self.pop(positions))
+        return varying.after(then, self.squares)
+
+    def begin_stack(self, stack: Stack) -> Any:
+        """Return what a loop over the layers of a stack carries."""
+        del stack
+        return self.squares
+
+    def weights(self, stack: Stack, layer: jax.Array, carry: Any) -> list[jax.Array]:
+        """Return the weights of a layer, with a layer axis of size 1."""
+        del carry
+        return [read_layer(w, layer, stack.layers) for w in jax.tree.leaves(stack.tree)]
+
+    def layer(
+        self,
+        stack: Stack,
+        layer: jax.Array,
+        weights: list[jax.Array],
+        gradients: list[jax.Array],
+        carry: Any,
+    ) -> Any:
+        """Use the gradients of a layer; return the new carry."""
+        del stack, layer, weights
+        return carry + squares_of(gradients)
+
+    def end_stack(self, stack: Stack, carry: Any) -> None:
+        """Keep the carry of a loop that has ended."""
+        del stack
+        self.squares = carry
+
+
+class Step(Norm):
+    """The leaves of the tree, each old until it is updated."""
+
+    def __init__(self, plans: Plans, update: Update, leaves: Leaves, each: Gradient):
+        super().__init__(plans.parts, each)
+        self.update, self.leaves = update, list(zip(*leaves, strict=True))
+
+    def finish_rest(self, positions: Sequence[int], then: Any) -> Any:
+        if not positions:
             return then
-        unread = [i for i in indices if i not in self.totals]
-        totals = {i: jnp.zeros_like(self.weights[i]) for i in unread} | self.totals
-        plans = [self.plans[i] for i in indices]
-        gradients = [self.each(totals[i]) for i in indices]
-        keys = self.keys[jnp.asarray(indices)]
-        batch = self.batch(plans, gradients, *self.of(indices), keys)
-        result = step_leaves(self.engine.rule, batch)
-        for i in indices:
-            self.totals.pop(i, None)
-        self.set(indices, *result)
+        indices = [self.parts.indices[at] for at in positions]
+        result = self.update.rest(indices, self.pop(positions), self._of(indices))
+        self._set(indices, zip(*result, strict=True))
         return varying.after(then, result)
 
-    def update_layer(
-        self, stack: Stack, layer: jax.Array, gradients: list[jax.Array], leaves: Any
-    ) -> Any:
-        """Step one layer and return its new (weights, states, block-wise states).
+    def begin_stack(self, stack: Stack) -> Any:
+        return [self.leaves[i] for i in stack.indices]
 
-        Args:
-          stack: the stack of the layer.
-          layer: index of the layer.
-          gradients: gradients of the layer, with `each` applied.
-          leaves: old (weights, states, block-wise states), with a layer axis of size 1.
-        """
-        plans = [self.of_layers[i] for i in stack.indices]
-        weights, states, blockwise = leaves
-        keys = self.keys[jnp.asarray(stack.indices)]
-        layer_keys = random.part_keys(keys, layer)
-        single = [len(self.plans[i].shape) == 1 for i in stack.indices]
-        if any(single):
-            of_elements = random.element_keys(keys, layer, plans[0].group_size)
-            layer_keys = jnp.where(jnp.asarray(single)[:, None], of_elements, layer_keys)
-        groups = [groups_of_blocks(self.plans[i], stack.layers) for i in stack.indices]
-        blockwise_keys = random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32))
-        gradients = [g[None] for g in gradients]
-        batch = self.batch(plans, gradients, weights, states, blockwise, layer_keys, blockwise_keys)
-        return step_leaves(self.engine.rule, batch)
+    def weights(self, stack: Stack, layer: jax.Array, carry: Any) -> list[jax.Array]:
+        return [read_layer(weight, layer, stack.layers) for weight, *_ in carry]
 
-    def batch(
+    def layer(
         self,
-        plans: list[LeafPlan],
-        gradients: list[jax.Array],
+        stack: Stack,
+        layer: jax.Array,
         weights: list[jax.Array],
-        states: list[LeafState],
-        blockwise: list[LeafState],
-        keys: jax.Array,
-        blockwise_keys: jax.Array | None = None,
-    ) -> LeafBatch:
-        """Return a batch of leaves, or of layers of them, with this step's hyperparameters."""
-        return LeafBatch(
-            tuple(plans), gradients, weights, states, self.h, [{}] * len(plans), keys,
-            tuple(range(len(plans))), context.step_arguments().implementation, blockwise,
-            keys if blockwise_keys is None else blockwise_keys,
-        )  # fmt: skip
+        gradients: list[jax.Array],
+        carry: Any,
+    ) -> Any:
+        # in a separate barrier: slots are not needed while gradients are computed
+        slots = [read_layer(slots, layer, stack.layers) for _, *slots in carry]
+        states, blockwise = (list(field) for field in zip(*slots, strict=True))
+        new = self.update.layer(stack, layer, gradients, (weights, states, blockwise))
+        rows = zip(carry, zip(*new, strict=True), strict=True)
+        return [write_layer(leaf, part, layer, stack.layers) for leaf, part in rows]
 
-    def of(
-        self, indices: Sequence[int]
-    ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
-        """Return weights, states and states of block-wise slots of some leaves."""
-        weights = [self.weights[i] for i in indices]
-        return weights, [self.states[i] for i in indices], [self.blockwise[i] for i in indices]
+    def end_stack(self, stack: Stack, carry: Any) -> None:
+        self._set(stack.indices, carry)
 
-    def set(self, indices: Sequence[int], weights: Any, states: Any, blockwise: Any) -> None:
-        """Replace weights, states and states of block-wise slots of some leaves."""
-        for i, *new in zip(indices, weights, states, blockwise, strict=True):
-            self.weights[i], self.states[i], self.blockwise[i] = new
+    def _of(self, indices: Sequence[int]) -> Any:
+        return tuple(map(list, zip(*(self.leaves[i] for i in indices), strict=True)))
+
+    def _set(self, indices: Sequence[int], leaves: Any) -> None:
+        for i, leaf in zip(indices, leaves, strict=True):
+            self.leaves[i] = tuple(leaf)
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -280,15 +143,21 @@ class Run:
 
 def train_step(
     tx: optax.GradientTransformation,
-    model: Layered,
+    model: Layered | Callable[[Any, Any], Any],
     *,
+    layers: str | Sequence[str] = (),
+    has_aux: bool = False,
     each_gradient: Gradient | None = None,
+    clip_layer_norm: float | None = None,
     per_layer: bool = False,
+    offload: bool = False,
+    micro_batches: int = 1,
+    at_once: int | None = None,
     implementation: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     specs: object = None,
 ) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
-    """Return a training step that never stores the gradients of all stacked layers at once.
+    """Return a training step that never stores the gradients of all layers at once.
 
     The forward pass saves the input of every layer. The backward pass loops over the layers: it
     recomputes a layer from its input, computes its gradients, steps its slice of every weight and
@@ -297,31 +166,61 @@ def train_step(
 
     The result equals `jax.value_and_grad(model)` with `lowmem.step`, including random bits.
 
+    A loss function is traced and cut into such stages: at every `lax.scan` over parameters (also
+    those of `nn.scan` and `nnx.scan`), and between the layers that `layers` names, where the fewest
+    bytes pass from one layer to the next. Values that depend on no parameter (masks, rotary tables,
+    dropout keys) are computed once. Layers in a list may differ, and share parameters.
+
     Args:
-      tx: one of our optimizers, such as `flash_adamw(schedule, mask=...)`.
-      model: the stages and stacks.
+      tx: one of our optimizers, such as `flash_adamw(schedule, mask=...)`; or
+        `lowmem.chain(optax.clip_by_global_norm(c), optimizer)`, whose norm takes a backward pass
+        of its own: a step computes the gradients twice, 7/4 of the work of a step without.
+      model: a loss function, (params, batch) -> loss, or a `Layered`.
+      layers: for a loss function that calls its layers one by one: the path in the parameters of
+        the list of layers ("layers", "decoder/blocks"), or a pattern of the paths of the layers
+        ("Block_*"), or several. With it, only scans over parameters at these paths are cut.
+      has_aux: whether a loss function returns (loss, aux).
       each_gradient: function applied to every gradient; for a stack, to one layer at a time,
         without the layer axis. For elementwise work such as clipping by value, or `lax.pmean`
         inside a `shard_map`.
+      clip_layer_norm: the norm to which the gradient of each layer is clipped, and that of each
+        parameter outside of stacks; None: no clipping. It reads each gradient once more. Layers
+        are scaled by different factors, so it is not clipping by the global norm.
       per_layer: whether an optimizer that reduces over whole tensors (`stable_adamw`'s RMS_t) may
         reduce over each layer, as in the same model unrolled; otherwise it raises an error.
+      offload: whether the state is one of `release.offload`, in host memory; see below.
+      micro_batches: with `offload`, the number of micro-batches of a batch, as in
+        `lowmem.value_and_grad`. All of them pass a layer before the next one, their gradients of
+        this layer are added in f32, and the state is copied once per step.
+      at_once: the micro-batches that pass through the model together; None: all. Their layer inputs
+        are in host memory. With fewer, sums of all gradients are too, 4 bytes per parameter.
       implementation: as in `lowmem.step`.
       mesh: likewise.
       specs: likewise; the layer axis must not be sharded.
 
     Returns:
-      (params, state, batch) -> (loss, params, state), with (loss, aux) if the model `has_aux`. Jit
-      it with `donate_argnums=(0, 1)`; it donates nothing by itself.
+      (params, state, batch) -> (loss, params, state), with (loss, aux) if the model has aux (with
+      several micro-batches without aux). Jit it with `donate_argnums=(0, 1)`; it donates nothing by
+      itself. With `offload` call it without jit: it compiles each stage, and donates params and
+      state.
 
     Raises:
-      TypeError: if `model` is no `Layered`, or `each_gradient` no function.
-      ValueError: for a transformation that may need all gradients at once: anything around or
-        before one of our optimizers (clipping by the global norm, `accumulate_gradients`,
-        `MultiSteps`). When called, for a leaf whose layers depend on one another.
+      TypeError: if `model` or `each_gradient` is no function; for `layers` and `has_aux` with a
+        `Layered`, and for `offload` without one.
+      ValueError: for a transformation that may need all gradients at once: anything else around or
+        before one of our optimizers (`accumulate_gradients`, `MultiSteps`); for arguments that
+        `offload` excludes or needs. When called, for a leaf whose layers depend on one another, and
+        for a loss function without layers, or whose layers cannot be separated.
+      MemoryError: with `offload`, at the first step, if host memory is too small.
 
     Memory: besides weights, state and the inputs of the layers (which rematerialisation of each
     layer stores anyway), the working set of one layer: its backward pass, its gradients, and a copy
     of its slices. An ordinary step stores the gradients of all layers, 2 or 4 bytes per parameter.
+    A value that depends on the parameters and skips layers is stored once.
+
+    Offload: correction and moments of each layer are copied to the device for its update and back,
+    beside the computation of other layers. On the device are the weights, three layers of state and
+    the working set; on the host the state and, of all layers, the inputs of the micro-batches.
 
     Numerics: XLA may fuse the multiply-adds of the two programs differently, which changes last
     bits, and codes only next to a rounding boundary. Adam-mini's block means are computed layer by
@@ -330,186 +229,176 @@ def train_step(
     Example:
       >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
       >>> from optax_lowmem import release
-      >>> model = release.Layered(
-      ...     first=lambda rest, batch: rest["embed"][batch],
-      ...     layers={"layers": lambda weights, rest, x, batch: x + jnp.tanh(x @ weights["w"])},
-      ...     last=lambda rest, x, batch: jnp.mean((x @ rest["embed"].T - 1) ** 2),
-      ... )
+      >>> def loss_fn(params, tokens):
+      ...     x = params["embed"][tokens]
+      ...     layer = lambda x, weights: (x + jnp.tanh(x @ weights["w"]), None)
+      ...     x, _ = jax.lax.scan(layer, x, params["layers"])
+      ...     return jnp.mean((x @ params["embed"].T - 1) ** 2)
       >>> params = {"embed": jnp.ones((5, 4)), "layers": {"w": jnp.ones((3, 4, 4))}}
       >>> tx = lowmem.flash_adamw(1e-3)
       >>> params, state = lowmem.init(tx, params)
-      >>> step = jax.jit(release.train_step(tx, model), donate_argnums=(0, 1))
+      >>> step = jax.jit(release.train_step(tx, loss_fn), donate_argnums=(0, 1))
       >>> loss, params, state = step(params, state, jnp.array([0, 1]))
       >>> print(params["layers"]["w"].shape, state.count)
       (3, 4, 4) 1
     """
-    engine = _engine_of(tx)
-    if not isinstance(model, Layered):
-        raise TypeError(f"model must be a release.Layered, got {type(model).__name__}")
+    optimizer = Optimizer.of(tx)
+    engine, each = optimizer.engine, each_gradient or (lambda g: g)
+    if isinstance(model, Layered) and (layers or has_aux):
+        raise TypeError("layers and has_aux are arguments for a loss function; a Layered has both")
+    if not callable(model):
+        raise TypeError(
+            "model must be a loss function (params, batch) -> loss, or a release.Layered, got "
+            f"{type(model).__name__}"
+        )
     if each_gradient is not None and not callable(each_gradient):
         raise TypeError(f"each_gradient must be a function of an array, got {each_gradient!r}")
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
+    limit = None if clip_layer_norm is None else optax.clip_by_global_norm(clip_layer_norm)
+    if limit is not None and optimizer.clip is not None:
+        raise ValueError("clip_layer_norm and a chain with clip_by_global_norm: leave out one.")
+    for name, count in (("micro_batches", micro_batches), ("at_once", at_once)):
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ValueError(f"{name} must be a number from 1 up, got {count!r}")
+    if offload and (mesh is not None or specs is not None):
+        raise ValueError("offload=True streams the state to one device, without mesh and specs.")
+    if offload:
+        if not isinstance(model, Layered):
+            raise TypeError("offload=True takes a release.Layered, not a loss function.")
+        return Offloaded(
+            optimizer, model, each, per_layer, implementation, limit, micro_batches,
+            min(at_once or micro_batches, micro_batches),
+        )  # fmt: skip
+    if micro_batches > 1 or at_once is not None:
+        raise ValueError("micro_batches and at_once need offload=True.")
 
     def step(params: optax.Params, state: optax.OptState, batch: object) -> tuple[Any, Any, Any]:
         places = None if specs is None else placements(params, specs, mesh)
         with context.stepping(implementation=implementation, placements=places):
-            run = Run.begin(engine, model, params, state, each_gradient, per_layer)
-            loss = backward(model, run, batch)
-            return loss, *run.result(params)
+            inner = optimizer.inner(state)
+            trees.check_state(inner, engine.rule.state_type)
+            program: Layered | Program
+            program, inputs = (
+                (model, batch)
+                if isinstance(model, Layered)
+                else trace(model, params, batch, layers, has_aux)
+            )
+            plans = Plans.make(engine, program.take_apart(params), params, inner, per_layer)
+            states, blockwise = engine.unpack(inner, plans.whole, params)
+            passes, factor = Passes(program, plans.parts, inputs), None
+            if optimizer.clip is not None:
+                norm = Norm(plans.parts, each)
+                passes.backward(norm)
+                factor = clipping_factor(optimizer.clip, jnp.sqrt(norm.squares), state[0])
+                passes.after(factor)
+            update = Update.begin(plans, inner.count, inner.seed, limit, factor)
+            run = Step(plans, update, (jax.tree.leaves(params), states, blockwise), each)
+            loss = passes.backward(run)
+            weights, states, blockwise = map(list, zip(*run.leaves, strict=True))
+            new = engine.pack(update.count, plans.whole, states, blockwise, params, inner)
+            treedef: Any = jax.tree.structure(params)
+            return loss, treedef.unflatten(weights), optimizer.outer(state, new)
 
     return step
 
 
-def _engine_of(tx: optax.GradientTransformation) -> Engine:
-    if isinstance(tx, EngineTransformation) and isinstance(tx.engine, PackedEngine):
-        raise ValueError(
-            "pack_small_leaves joins leaves of several layers, but gradient release steps one "
-            "layer at a time: pass the optimizer without it."
+# ---- forward and backward, stage by stage --------------------------------------------------------
+
+
+class Passes:
+    """A forward pass, whose layers' inputs are saved, and backward passes."""
+
+    def __init__(self, model: Layered | Program, parts: Parts, batch: object):
+        self.model, self.parts, self.batch = model, parts, batch
+        self.schedule = stages.Schedule.make(model, parts, batch)
+        x, self.pull_first = stages.first(model, parts, batch, self.schedule.reading[0])
+        self.inputs = []
+        for path, layer in model.layers.items():
+            if path not in parts.stacks:
+                self.inputs.append(x)
+                x = layer(None, parts.rest(), x, batch)
+                continue
+
+            def body(x: object, weights: object, layer: LayerFunction = layer) -> tuple[Any, Any]:
+                changing = map_x(lambda array: array, lambda _: None, x)
+                return layer(weights, parts.rest(), x, batch), jax.tree.leaves(changing)
+
+            end, saved = lax.scan(body, x, parts.stacks[path].tree)
+            each = iter(saved)
+            self.inputs.append(map_x(lambda _, each=each: next(each), lambda same: same, x))
+            x = end
+        self.x = x
+
+    def after(self, earlier: object) -> None:
+        """Begin another backward pass, which XLA does not merge with the one before."""
+        self.x, self.inputs = varying.after((self.x, self.inputs), earlier)
+
+    def backward(self, use: Norm) -> Any:
+        """Return the loss (and aux), and pass all gradients to `use`."""
+        model, parts = self.model, self.parts
+        reading, due = self.schedule.reading, self.schedule.due
+        loss, gradients, dx = stages.last(model, parts, self.x, self.batch, reading[-1])
+        use.add(reading[-1], gradients)
+        dx = use.finish_rest(due[-1], dx)
+        rows = zip(model.layers.items(), self.inputs, reading[1:-1], due[1:-1], strict=True)
+        for (path, layer), saved, positions, done in reversed(list(rows)):
+            if path in parts.stacks:
+                dx = self._stack(use, layer, parts.stacks[path], saved, dx, positions)
+            else:
+                gradients, dx = self._once(layer, saved, dx, positions)
+                use.add(positions, gradients)
+            dx = use.finish_rest(done, dx)
+        use.add(reading[0], self.pull_first(dx)[0])
+        use.finish_rest(due[0], ())
+        return loss
+
+    def _once(
+        self, stage: LayerFunction, x: Any, dx: list[jax.Array], positions: list[int]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the gradients of leaves and of x, of a stage that is no stack."""
+        # delayed: else XLA would keep what the forward pass computed from the same arrays
+        x, read = (
+            varying.after(x, dx),
+            varying.after([self.parts.leaves[at] for at in positions], dx),
         )
-    if isinstance(tx, EngineTransformation) and tx.engine.weights:
-        return tx.engine
-    if isinstance(tx, EngineTransformation):
-        raise ValueError(
-            "a bare direction (scale_by_*) has no learning rate to step with: pass a complete "
-            "optimizer, such as flash_adamw."
-        )
-    update = getattr(tx, "update", None)
-    name = getattr(update, "__qualname__", type(tx).__qualname__).split(".<locals>")[0]
-    name = f"{getattr(update, '__module__', type(tx).__module__)}.{name}"
-    raise ValueError(
-        f"gradient release takes one of our optimizers itself, such as flash_adamw(...), not "
-        f"{name}. A transformation around or before it may need the gradients of all layers at "
-        "once (clipping by the global norm, accumulate_gradients, MultiSteps, apply_if_finite), "
-        "which never exist together here. Use jax.value_and_grad(model) and lowmem.step with it; "
-        "or pass elementwise work on gradients as each_gradient=, a mask of decay as mask=, a "
-        "learning rate from outside as an f32 argument of the jitted step that builds the "
-        "optimizer."
-    )
+        leaves = self.parts.leaves[:]
+        for at, leaf in zip(positions, read, strict=True):
+            leaves[at] = leaf
+        parts = dataclasses.replace(self.parts, leaves=leaves)
+        return stages.pull_layer(stage, parts, None, positions, x, dx, self.batch)[1:]
 
+    def _stack(
+        self,
+        use: Norm,
+        layer: LayerFunction,
+        stack: Stack,
+        saved: object,
+        dx: list[jax.Array],
+        positions: list[int],
+    ) -> list[jax.Array]:
+        """Return the gradient of a stack's input, and pass those of its layers to `use`."""
+        parts, count = self.parts, stack.layers
+        treedef: Any = jax.tree.structure(stack.tree)
 
-# ---- backward, stage by stage --------------------------------------------------------------------
+        def body(k: jax.Array, carry: Any) -> Any:
+            dx, totals, of_use = carry
+            i = count - 1 - k
+            weights = use.weights(stack, i, of_use)
+            x = map_x(
+                lambda s: lax.dynamic_index_in_dim(s, i, 0, keepdims=False),
+                lambda same: same,
+                saved,
+            )
+            of_layer = treedef.unflatten([w[0] for w in weights])
+            gradients, of_rest, dx = stages.pull_layer(
+                layer, parts, of_layer, positions, x, dx, self.batch
+            )
+            totals = [total + g for total, g in zip(totals, of_rest, strict=True)]
+            gradients = [use.each(g) for g in gradients]
+            return dx, totals, use.layer(stack, i, weights, gradients, of_use)
 
-
-def backward(model: Layered, run: Run, batch: object) -> Any:
-    """Return the loss (and aux), and update all leaves of `run`."""
-    parts = run.parts
-    reading = [_positions(reads(lambda rest: model.first(rest, batch), parts.rest()))]
-    x, pull_first = _first(model, parts, batch, reading[0])
-    inputs = []
-    for path, layer in model.layers.items():
-        stacked = parts.stacks[path].tree
-        one_layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), stacked)
-
-        def one(rest: optax.Params, weights: Any, x: Any, layer: LayerFunction = layer) -> Any:
-            return layer(weights, rest, x, batch)
-
-        reading.append(_positions(reads(one, parts.rest(), one_layer, x)))
-        x, saved = _forward(layer, parts, stacked, x, batch)
-        inputs.append(saved)
-    reading.append(_positions(reads(lambda rest, x: model.last(rest, x, batch), parts.rest(), x)))
-    # a gradient is complete after the earliest stage that reads the leaf
-    earliest = {at: stage for stage in reversed(range(len(reading))) for at in reading[stage]}
-    due = [[at for at, first in earliest.items() if first == s] for s in range(len(reading))]
-    due[0] += [at for at in range(len(parts.leaves)) if at not in earliest]
-
-    loss, gradients, dx = _last(model, parts, x, batch, reading[-1])
-    run.add(reading[-1], gradients)
-    dx = run.update_rest(due[-1], dx)
-    stages = list(zip(model.layers.items(), inputs, reading[1:-1], due[1:-1], strict=True))
-    for (path, layer), saved, positions, done in reversed(stages):
-        dx = _backward_stack(run, layer, parts.stacks[path], saved, dx, batch, positions)
-        dx = run.update_rest(done, dx)
-    run.add(reading[0], pull_first(dx)[0])
-    run.update_rest(due[0], ())
-    return loss
-
-
-def _positions(flags: Sequence[bool]) -> list[int]:
-    return [at for at, flag in enumerate(flags) if flag]
-
-
-def _first(model: Layered, parts: Parts, batch: object, positions: list[int]) -> tuple[Any, Any]:
-    """Return x, and the pullback from its gradient to those of the leaves at `positions`."""
-
-    def run(read: list[jax.Array]) -> tuple[Any, Any]:
-        x = model.first(parts.rest(dict(zip(positions, read, strict=True))), batch)
-        return floats(x), x
-
-    _, pull, x = jax.vjp(run, [parts.leaves[at] for at in positions], has_aux=True)
-    return x, pull
-
-
-def _forward(
-    layer: LayerFunction, parts: Parts, stacked: object, x: object, batch: object
-) -> tuple[Any, Any]:
-    """Return x after all layers, and the stacked inputs of the layers."""
-
-    def body(x: object, weights: object) -> tuple[Any, Any]:
-        return layer(weights, parts.rest(), x, batch), x
-
-    return lax.scan(body, x, stacked)
-
-
-def _last(
-    model: Layered, parts: Parts, x: object, batch: object, positions: list[int]
-) -> tuple[Any, list[jax.Array], list[jax.Array]]:
-    """Return the loss (and aux), the gradients of leaves at `positions`, and that of x."""
-
-    def run(read: list[jax.Array], values: list[jax.Array]) -> tuple[Any, Any]:
-        rest = parts.rest(dict(zip(positions, read, strict=True)))
-        result = model.last(rest, with_floats(x, values), batch)
-        return result if model.has_aux else (result, None)
-
-    read = [parts.leaves[at] for at in positions]
-    loss, pull, aux = jax.vjp(run, read, floats(x), has_aux=True)
-    if jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(
-            f"`last` must return a loss, one float; this is {loss.dtype}{list(jnp.shape(loss))}. "
-            "For (loss, aux) pass has_aux=True."
-        )
-    gradients, dx = pull(jnp.ones_like(loss))
-    return (loss, aux) if model.has_aux else loss, gradients, dx
-
-
-def _backward_stack(
-    run: Run,
-    layer: LayerFunction,
-    stack: Stack,
-    saved: object,
-    dx: list[jax.Array],
-    batch: object,
-    positions: list[int],
-) -> list[jax.Array]:
-    """Return the gradient of a stack's input, and update the stack's leaves on the way."""
-    parts, count = run.parts, stack.layers
-    read_by_all = [parts.leaves[at] for at in positions]
-    treedef: Any = jax.tree.structure(stack.tree)
-
-    def body(k: jax.Array, carry: Any) -> Any:
-        dx, totals, leaves = carry
-        i = count - 1 - k
-        weights = [read_layer(weight, i, count) for weight, *_ in leaves]
-        x = jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, i, 0, keepdims=False), saved)
-
-        def forward(one: Any, read: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
-            rest = parts.rest(dict(zip(positions, read, strict=True)))
-            return floats(layer(one, rest, with_floats(x, values), batch))
-
-        of_layer = treedef.unflatten([w[0] for w in weights])
-        _, pull = jax.vjp(forward, of_layer, read_by_all, floats(x))
-        gradients, of_rest, dx = pull(dx)
-        totals = [total + g for total, g in zip(totals, of_rest, strict=True)]
-        gradients = [run.each(g) for g in jax.tree.leaves(gradients)]
-        # in a separate barrier: slots are not needed while gradients are computed
-        slots = [read_layer(slots, i, count) for _, *slots in leaves]
-        states, blockwise = (list(field) for field in zip(*slots, strict=True))
-        new = run.update_layer(stack, i, gradients, (weights, states, blockwise))
-        rows = zip(leaves, zip(*new, strict=True), strict=True)
-        return dx, totals, [write_layer(leaf, part, i, count) for leaf, part in rows]
-
-    leaves = list(zip(*run.of(stack.indices), strict=True))
-    totals = [jnp.zeros_like(x) for x in read_by_all]
-    dx, totals, leaves = lax.fori_loop(0, count, body, (dx, totals, leaves))
-    run.set(stack.indices, *zip(*leaves, strict=True))
-    run.add(positions, totals)
-    return dx
+        totals = [jnp.zeros_like(parts.leaves[at]) for at in positions]
+        dx, totals, carry = lax.fori_loop(0, count, body, (dx, totals, use.begin_stack(stack)))
+        use.end_stack(stack, carry)
+        use.add(positions, totals)
+        return dx

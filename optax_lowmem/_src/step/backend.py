@@ -66,12 +66,11 @@ def choose(
         if reason is None:
             return _TPU, "fused kernel"
         return "xla", reason_against or f"{_TPU}: {reason}"
-    reason_against = platform.no_kernel_reason(g)
+    if platform.no_device_reason() is not None:
+        return "xla", platform.not_tpu_reason(g)
+    reason_against = platform.explicit_axes_reason(g)
     if reason_against is not None:
-        return (
-            "xla",
-            reason_against if platform.no_device_reason() is None else platform.not_tpu_reason(g),
-        )
+        return "xla", reason_against
     reasons: list[str] = []
     for kernel in _KERNELS:
         reason = _unsupported(kernel, rule, plan)

@@ -12,20 +12,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import context, numerics, random, trees
-from optax_lowmem._src.core.block import BlockStructure
+from optax_lowmem._src.core import context, host, numerics, random, trees
 from optax_lowmem._src.core.compiled import FEW, compiled, each, is_eager, unstacked
 from optax_lowmem._src.core.hyperparameters import check_schedule
 from optax_lowmem._src.core.policy import warn_of_patterns
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.step import LeafPlan, choose, fused_updates, matrices
+from optax_lowmem._src.step import choose, fused_updates, matrices
 from optax_lowmem._src.step.batch import LeafBatch, LeafState
-from optax_lowmem._src.step.matrix_axes import MatrixAxes
-from optax_lowmem._src.step.plan import plan_leaves, rounds_weights, warn_of_four_bits
+from optax_lowmem._src.step.plan import LeafPlanner, rounds_weights, warn_of_four_bits
 from optax_lowmem._src.step.prepare import prepare_leaves
 from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
 from optax_lowmem._src.step.state import StateFormat, check_order
-from optax_lowmem._src.step.storage import Storage
 
 Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
 
@@ -41,43 +38,20 @@ class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: igno
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Engine(StateFormat):
-    """An optimizer: its static settings and its hyperparameters.
+class Engine(StateFormat, LeafPlanner):
+    """An optimizer: the settings of its plans, and its hyperparameters.
 
     Attributes:
-      storage: how the state is stored.
       hyperparameters: returns the f32 scalars of a step, given the count before it.
       schedules: the hyperparameters that were given as schedules, by name.
-      decay_mask: optax-style mask of weight decay.
-      slot_dtypes: dtypes of uncompressed slots, by default f32.
-      structure: which elements share a value of block-wise slots.
-      matrices: which leaves are matrices, for rules that treat these differently.
     """
 
-    storage: Storage
     hyperparameters: Hyperparameters
     schedules: Mapping[str, Callable[[jax.Array], Any]] = dataclasses.field(default_factory=dict)
-    decay_mask: optax.MaskOrFn = None
-    slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    structure: BlockStructure | None = None
-    matrices: MatrixAxes | None = None
 
     def transformation(self) -> "EngineTransformation":
         """Return the optax transformation."""
         return EngineTransformation(self.init, self.update)
-
-    def plans(
-        self,
-        params: optax.Params,
-        state: optax.OptState | None = None,
-        returns_params: bool = False,
-    ) -> list[LeafPlan]:
-        """Return `plan_leaves` with the settings of this optimizer."""
-        return plan_leaves(
-            self.rule, self.storage, params, state, weights=self.weights,
-            decay_mask=self.decay_mask, slot_dtypes=self.slot_dtypes, structure=self.structure,
-            matrices=self.matrices, returns_params=returns_params,
-        )  # fmt: skip
 
     def init(self, params: optax.Params) -> Any:
         """Return a zero state with the parameters' sharding; record the decisions."""
@@ -130,6 +104,10 @@ class Engine(StateFormat):
           returns_params: whether to return new parameters instead of updates.
         """
         trees.check_state(state, self.rule.state_type)
+        streams = any(map(host.is_on_host, jax.tree.leaves(state)))
+        if streams:
+            _check_streams(state)
+            state = state._replace(**host.brought({"count": state.count, "seed": state.seed}))
         h = self.hyperparameters(state.count) if h is None else h
         if gradient_scale is not None:
             h = {**h, "gradient_scale": gradient_scale}
@@ -153,7 +131,8 @@ class Engine(StateFormat):
             tuple(plans), gradients, weights, states, h, [{}] * len(plans), keys,
             tuple(range(len(plans))), context.step_arguments().implementation, blockwise, keys,
         )  # fmt: skip
-        results, states, blockwise = step_leaves(self.rule, batch)
+        step = _step_streamed if streams else step_leaves
+        results, states, blockwise = step(self.rule, batch)
         for plan, update in zip(plans, results, strict=True):
             if not returns_params and plan.writes_weight:
                 context.emit(plan.path, update)
@@ -225,27 +204,56 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         and is_eager(jax.tree.leaves(batch))
     ):
         # compile once for all parameters of one shape
-        assert batch.blockwise_keys is not None
-        keys: list[Any] = unstacked(batch.keys)
-        blockwise_keys: list[Any] = unstacked(batch.blockwise_keys)
-        single = [
-            (
-                rule,
-                dataclasses.replace(
-                    batch.take([i]).nameless,
-                    keys=keys[number][None],
-                    blockwise_keys=blockwise_keys[number][None],
-                    numbers=(0,),
-                ),
-            )
-            for i, number in enumerate(batch.numbers)
-        ]
+        single = [(rule, one) for one in _one_by_one(batch)]
         columns = zip(*each(_step_leaves, single), strict=True)
         updates, states, blockwise = ([x for (x,) in column] for column in columns)
         return updates, states, blockwise
     # on a mesh the shardings are in the context, which is not part of the key of `compiled`
     run = _step_leaves if context.step_arguments().placements else compiled(_step_leaves)
     return run(rule, batch)
+
+
+def _one_by_one(batch: LeafBatch) -> list[LeafBatch]:
+    """Return a batch of each entry, without names, so that equal ones share a compiled step."""
+    assert batch.blockwise_keys is not None
+    keys: list[Any] = unstacked(batch.keys)
+    blockwise_keys: list[Any] = unstacked(batch.blockwise_keys)
+    return [
+        dataclasses.replace(
+            batch.take([i]).nameless,
+            keys=keys[number][None],
+            blockwise_keys=blockwise_keys[number][None],
+            numbers=(0,),
+        )
+        for i, number in enumerate(batch.numbers)
+    ]
+
+
+def _step_streamed(rule: UpdateRule, batch: LeafBatch) -> Stepped:
+    """Do `step_leaves` one by one, with each state copied from host memory and back."""
+
+    def bring(one: LeafBatch) -> LeafBatch:
+        states, blockwise = host.brought((one.states, one.blockwise))
+        return dataclasses.replace(one, states=states, blockwise=blockwise)
+
+    running, stepped, batches = host.RunAhead(), [], _one_by_one(batch)
+    for before, one in zip(batches, host.ahead(batches, bring), strict=True):
+        updates, *slots = compiled(_step_leaves)(rule, one)
+        slots = host.put_back(slots, [before.states, before.blockwise])
+        running.add((updates, slots))
+        stepped.append((updates, *slots))
+    updates, states, blockwise = ([x for (x,) in column] for column in zip(*stepped, strict=True))
+    return updates, states, blockwise
+
+
+def _check_streams(state: optax.OptState) -> None:
+    """Raise if a state in host memory is stepped inside of jit."""
+    if not is_eager(jax.tree.leaves(state)):
+        raise ValueError(
+            "this state is in host memory, and a jitted step would copy all of it to the device at "
+            "once: call lowmem.step outside of jit, which streams it parameter by parameter, or "
+            "release.train_step(offload=True) layer by layer."
+        )
 
 
 def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
@@ -263,10 +271,10 @@ def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         blockwise = part.blockwise
         if leaf_rule.prepares in ("leaf", "blocks"):
             part, blockwise = prepare_leaves(leaf_rule, part)
-        part = dataclasses.replace(part, blockwise=[], blockwise_keys=None)
         if isinstance(leaf_rule, MatrixRule):
-            stepped = matrices.step_leaves(leaf_rule, part)
+            stepped, blockwise = matrices.step_leaves(leaf_rule, part)
         else:
+            part = dataclasses.replace(part, blockwise=[], blockwise_keys=None)
             stepped = fused_updates(leaf_rule, part)
         for i, (update, state), of_blocks in zip(indices, stepped, blockwise, strict=True):
             results[i] = update, state, of_blocks

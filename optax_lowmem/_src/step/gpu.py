@@ -351,25 +351,47 @@ def launch(
     """
     codes = [_code_of(plan, tile) if backend == "triton" else None for plan in plans]
     most = _MAX_POINTERS // (2 * len(jax.tree.leaves(leaves[0])) + 1)
+    row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
     results: dict[int, Result] = {}
     for kind in dict.fromkeys(codes):
         alike = [i for i, other in enumerate(codes) if other == kind]
         for first in range(0, len(alike), most):
-            batch = alike[first : first + most]
-            whole = len(batch) == len(plans)
-            result = _launch_together(
-                rule,
-                [plans[i] for i in batch],
-                [leaves[i] for i in batch],
-                names,
-                scalars if whole or len(scalars) == 1 else scalars[jnp.asarray(batch)],
-                keys,
-                leaf_numbers if whole else leaf_numbers[jnp.asarray(batch)],
-                tile,
-                backend,
-            )
-            results.update(zip(batch, result, strict=True))
+            indices = alike[first : first + most]
+            at = None if len(indices) == len(plans) else jnp.asarray(indices)
+            of_launch = [plans[i] for i in indices]
+            tilings = _tilings(of_launch, tile.elements, backend)
+            rows = zip(of_launch, tilings, [leaves[i] for i in indices], strict=True)
+            viewed = [views(*row) for row in rows]
+            # computed once here, since all tiles of a leaf use the same lane seeds
+            lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
+            lane_seeds = random.lane_seeds(lane_keys[:, None], lanes)
+            outputs = [output(plan, leaf) for plan, leaf in zip(of_launch, viewed, strict=True)]
+            stepped = gpu_kernel.launch(
+                functools.partial(_step_program, rule, of_launch, tilings, names),
+                [
+                    scalars if at is None or len(scalars) == 1 else scalars[at],
+                    row_keys, lane_seeds, leaf_numbers if at is None else leaf_numbers[at], viewed,
+                ],
+                outputs,
+                (sum(tiling.tiles for tiling in tilings),),
+                warps=tile.warps,
+                name="fused_update",
+                backend=backend,
+                in_place=aliases(of_launch[0], viewed, outputs, first=4),
+            )  # fmt: skip
+            for i, result in zip(indices, stepped, strict=True):
+                results[i] = restored(plans[i], leaves[i], result)
     return [results[i] for i in range(len(plans))]
+
+
+def _tilings(plans: Sequence[LeafPlan], elements: int, backend: str) -> tuple[Tiling, ...]:
+    """Return the tilings of the leaves of a launch, with at most this many elements per tile."""
+    if backend == "triton":
+        form = tiles.Form.of([Tiling(plans[0].shape, plans[0].group_size, elements)])
+        # without vector loads, neighbours go to different threads; each thread then handles many
+        # groups, whose offsets take registers
+        elements = elements if form.flat or form.alignment == tiles.VECTOR else elements // 2
+    return tuple(Tiling(plan.shape, plan.group_size, elements) for plan in plans)
 
 
 def _code_of(plan: LeafPlan, tile: Tile) -> tuple[tiles.Form, tuple[bool, ...]]:
@@ -377,40 +399,3 @@ def _code_of(plan: LeafPlan, tile: Tile) -> tuple[tiles.Form, tuple[bool, ...]]:
     tiling = Tiling(plan.shape, plan.group_size, tile.elements)
     within = tuple(tiles.within_groups(tiling, part) for part in _parts(plan))
     return tiles.Form.of([tiling])._replace(masked=True), within
-
-
-def _launch_together(
-    rule: UpdateRule,
-    plans: Sequence[LeafPlan],
-    leaves: Sequence[Leaf],
-    names: tuple[str, ...],
-    scalars: jax.Array,
-    keys: jax.Array,
-    leaf_numbers: jax.Array,
-    tile: Tile,
-    backend: str,
-) -> list[Result]:
-    elements = tile.elements
-    if backend == "triton":
-        form = tiles.Form.of([Tiling(plans[0].shape, plans[0].group_size, elements)])
-        # without vector loads, neighbours go to different threads; each thread then handles many
-        # groups, whose offsets take registers
-        elements = elements if form.flat or form.alignment == tiles.VECTOR else elements // 2
-    tilings = tuple(Tiling(plan.shape, plan.group_size, elements) for plan in plans)
-    viewed = [views(*row) for row in zip(plans, tilings, leaves, strict=True)]
-    results = [output(plan, leaf) for plan, leaf in zip(plans, viewed, strict=True)]
-    # computed once here, since all tiles of a leaf use the same lane bits
-    lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
-    row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
-    lane_seeds = random.lane_seeds(lane_keys[:, None], lanes)
-    outputs = gpu_kernel.launch(
-        functools.partial(_step_program, rule, plans, tilings, names),
-        [scalars, row_keys, lane_seeds, leaf_numbers, viewed],
-        results,
-        (sum(tiling.tiles for tiling in tilings),),
-        warps=tile.warps,
-        name="fused_update",
-        backend=backend,
-        in_place=aliases(plans[0], viewed, results, first=4),
-    )
-    return [restored(*row) for row in zip(plans, leaves, outputs, strict=True)]

@@ -25,7 +25,7 @@ from optax_lowmem._src.step import xla
 from optax_lowmem._src.step.backend import fused_updates
 from optax_lowmem._src.step.batch import LeafBatch, LeafState, Result
 from optax_lowmem._src.step.plan import LeafPlan
-from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
+from optax_lowmem._src.step.rule import OF_BLOCK, MatrixRule, UpdateRule
 
 # Elements of a stack and its two products X X^T per device, unless one matrix alone has more:
 # 17 MB in bf16, enough to keep a GPU busy.
@@ -43,29 +43,36 @@ class _Direction(UpdateRule):
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the gradient."""
-        del slots, h
-        return g, {}
+        """Return the gradient, times the factor of its block if there is one."""
+        del slots
+        return (g * h[OF_BLOCK] if OF_BLOCK in h else g), {}
 
 
-def step_leaves(rule: MatrixRule, batch: LeafBatch) -> list[Result]:
-    """Step matrices, one stack after the other."""
+Stepped = tuple[list[Result], list[LeafState]]
+
+
+def step_leaves(rule: MatrixRule, batch: LeafBatch) -> Stepped:
+    """Step matrices, one stack after the other; also returns the new block-wise slots."""
     for plan, *arrays in zip(batch.plans, batch.gradients, batch.states, strict=True):
         varying.check_whole(plan.path, arrays, "a direction of whole matrices")
-    results: dict[int, Result] = {}
+    results: dict[int, tuple[Result, LeafState]] = {}
     done: Any = ()
     for indices in stacks(batch.plans, _devices(batch.gradients)):
         stack = batch.take(indices).with_keys_in_order()
         if done:
-            arrays = varying.after((stack.gradients, stack.weights, stack.states), done)
-            gradients, weights, states = arrays
+            arrays = varying.after(
+                (stack.gradients, stack.weights, stack.states, stack.blockwise), done
+            )
+            gradients, weights, states, blockwise = arrays
             h = _after(stack.hyperparameters, done[-1][0])
             stack = dataclasses.replace(
-                stack, gradients=gradients, weights=weights, states=states, hyperparameters=h
-            )
-        done = _step_in_turn(rule, stack)
-        results.update(zip(indices, done, strict=True))
-    return [results[i] for i in range(len(batch.plans))]
+                stack, gradients=gradients, weights=weights, states=states, blockwise=blockwise,
+                hyperparameters=h,
+            )  # fmt: skip
+        done, blockwise = _step_in_turn(rule, stack)
+        results.update(zip(indices, zip(done, blockwise, strict=True), strict=True))
+    pairs = [results[i] for i in range(len(batch.plans))]
+    return [result for result, _ in pairs], [blockwise for _, blockwise in pairs]
 
 
 def _on_cpu() -> bool:
@@ -118,59 +125,78 @@ def _temporary_elements(rows: int, columns: int) -> int:
     return rows * columns + 2 * min(rows, columns) ** 2
 
 
-def _step_stack(rule: MatrixRule, stack: LeafBatch) -> list[Result]:
+def _step_stack(rule: MatrixRule, stack: LeafBatch) -> Stepped:
     """Step one stack."""
+    blockwise = stack.blockwise
+    stack = dataclasses.replace(stack, blockwise=[], blockwise_keys=None)
     h, dtype = stack.hyperparameters, jnp.dtype(rule.dtype)
     bare = dataclasses.replace(
         stack,
         plans=tuple(
             dataclasses.replace(
-                plan, split=None, rounds=False, update_dtype=dtype, returns_params=False
-            )
+                plan,
+                split=None,
+                rounds=False,
+                update_dtype=dtype,
+                returns_params=False,
+                block=None,
+                blockwise=(),
+            )  # fmt: skip
             for plan in stack.plans
         ),
         weights=[None] * len(stack.plans),
         states=[state._replace(correction=None) for state in stack.states],
     )
     moved = fused_updates(rule, bare)
-    directions, scales = _directions(rule, stack.plans, [before for before, _ in moved], h)
+    before = [direction for direction, _ in moved]
+    directions, scales, factors, slots = _directions(rule, stack.plans, before, blockwise, h)
     # the second step must not apply gradient_scale or l2 again
     rates = {name: h[name] for name in ("lr", "decay") if name in h}
     landing = dataclasses.replace(
         stack,
-        plans=tuple(dataclasses.replace(plan, slots=()) for plan in stack.plans),
+        plans=tuple(dataclasses.replace(plan, slots=(), blockwise=()) for plan in stack.plans),
         gradients=directions,
         states=[LeafState((), (), state.correction) for state in stack.states],
         hyperparameters=rates,
-        operands=[{"lr": h["lr"] * scale} for scale in scales],
+        operands=[
+            {"lr": h["lr"] * scale, **factor} for scale, factor in zip(scales, factors, strict=True)
+        ],
     )
-    return [
+    results = [
         Result(update, new._replace(correction=landed.correction))
         for (update, landed), (_, new) in zip(
             fused_updates(_Direction(), landing), moved, strict=True
         )
     ]
+    return results, [old._replace(slots=new) for old, new in zip(blockwise, slots, strict=True)]
 
 
 _step_stack_uninlined = xla.opaque(jax.jit(_step_stack, static_argnames=("rule",)))
 
 
-def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> list[Result]:
+def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> Stepped:
     """Call `_step_stack`, on a CPU without inlining, since XLA would compute all stacks at once."""
     if not _on_cpu() or context.step_arguments().placements:  # shardings are looked up by path
         return _step_stack(rule, stack)
-    results: list[Result] = _step_stack_uninlined(rule, stack.nameless)
+    results: Stepped = _step_stack_uninlined(rule, stack.nameless)
     return results
 
 
 def _directions(
-    rule: MatrixRule, plans: Sequence[LeafPlan], before: list[jax.Array], h: Mapping[str, jax.Array]
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the direction of each leaf, and the factor of its learning rate."""
+    rule: MatrixRule,
+    plans: Sequence[LeafPlan],
+    before: list[jax.Array],
+    blockwise: list[LeafState],
+    h: Mapping[str, jax.Array],
+) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """Return of each leaf the direction, the factors of its rate and blocks, and block-wise slots.
+
+    The factors of its blocks are an operand of the step, if the rule has block-wise slots.
+    """
 
     def work(
-        before: list[jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        before: list[jax.Array], values: list[tuple[jax.Array, ...]], h: Mapping[str, jax.Array]
+    ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
         pairs = [(plan.matrices, plan.shape) for plan in plans if plan.matrices is not None]
         parts = [m.to_stack(x) for (m, _), x in zip(pairs, before, strict=True)]
         stack = _on_devices(rule, jnp.concatenate(parts) if len(parts) > 1 else parts[0], h)
@@ -180,11 +206,25 @@ def _directions(
             directions.append(matrices.from_stack(lax.slice_in_dim(stack, start, stop), shape))
             start = stop
         rows = zip(pairs, before, directions, strict=True)
-        return directions, [rule.scale(m, x, direction, h) for (m, _), x, direction in rows]
+        scales = [rule.scale(m, x, direction, h) for (m, _), x, direction in rows]
+        factors: list[dict[str, jax.Array]] = []
+        slots: list[tuple[jax.Array, ...]] = []
+        for plan, direction, own in zip(plans, directions, values, strict=True):
+            if not plan.blockwise or plan.matrices is None:
+                factors, slots = [*factors, {}], [*slots, ()]
+                continue
+            named = {slot.name: x for slot, x in zip(plan.blockwise, own, strict=True)}
+            factor, named = rule.scale_blocks(plan.matrices, direction, named, h)
+            factors.append({OF_BLOCK: factor})
+            slots.append(tuple(named[slot.name] for slot in plan.blockwise))
+        return directions, scales, factors, slots
 
-    shardings = [sharding_of(x) for x in before], [None] * len(before)
-    results: tuple[list[jax.Array], list[jax.Array]]
-    results = left_to_xla(work, shardings, before, dict(h))
+    values = [state.slots for state in blockwise]
+    of_values = [tuple(sharding_of(x) for x in own) for own in values]
+    of_factors = [{OF_BLOCK: own[0]} if own else {} for own in of_values]
+    shardings = [sharding_of(x) for x in before], [None] * len(before), of_factors, of_values
+    results: tuple[list[Any], list[Any], list[Any], list[Any]]
+    results = left_to_xla(work, shardings, before, values, dict(h))
     return results
 
 

@@ -37,16 +37,11 @@ def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
     return p.dtype if plan.returns_params or plan.writes_weight else plan.update_dtype
 
 
-def slot_tilings(plan: LeafPlan, tiling: Tiling) -> list[Tiling]:
-    """Return the tiling of each slot's array for a tiling of the leaf."""
-    return [tiling.of_bytes(slot.codes_per_byte) for slot in plan.slots]
-
-
 def views(plan: LeafPlan, tiling: Tiling, leaf: Leaf) -> Leaf:
     """Reshape the arrays of a leaf to the views that its kernel reads."""
     g, p, correction = jax.tree.map(tiling.element_view, (leaf.g, leaf.p, leaf.state.correction))
-    pairs = zip(slot_tilings(plan, tiling), leaf.state.slots, strict=True)
-    slots = tuple(tiling.element_view(slot) for tiling, slot in pairs)
+    pairs = zip(plan.slots, leaf.state.slots, strict=True)
+    slots = tuple(tiling.of_bytes(slot.codes_per_byte).element_view(x) for slot, x in pairs)
     scales, of_block = jax.tree.map(tiling.scale_view, (leaf.state.scales, leaf.of_block))
     return Leaf(g, p, LeafState(slots, scales, correction), of_block)
 
@@ -61,19 +56,17 @@ def aliases(
     plan: LeafPlan, inputs: Sequence[Leaf], outputs: Sequence[Result], first: int
 ) -> dict[int, int]:
     """Return `input_output_aliases` for the state, and for the weight if plans `returns_params`."""
-    numbered_in = _numbered(inputs, first)
+    numbered: list[Any] = []
+    for arrays, start in ((inputs, first), (outputs, 0)):
+        leaves, structure = jax.tree.flatten(list(arrays))
+        numbered.append(jax.tree.unflatten(structure, range(start, start + len(leaves))))
     results: dict[int, int] = {}
-    for leaf, result in zip(numbered_in, _numbered(outputs, 0), strict=True):
+    for leaf, result in zip(*numbered, strict=True):
         pairs = zip(jax.tree.leaves(leaf.state), jax.tree.leaves(result.state), strict=True)
         results.update(pairs)
         if plan.returns_params:
             results[leaf.p] = result.update
     return results
-
-
-def _numbered(trees: Sequence[Any], first: int) -> Any:
-    leaves, structure = jax.tree.flatten(list(trees))
-    return jax.tree.unflatten(structure, range(first, first + len(leaves)))
 
 
 def restored(plan: LeafPlan, leaf: Leaf, result: Result) -> Result:

@@ -14,7 +14,7 @@ from optax_lowmem._src.core import context, groups, trees
 from optax_lowmem._src.core.block import Block, BlockStructure
 from optax_lowmem._src.core.policy import Policy
 from optax_lowmem._src.step.matrix_axes import Matrices, MatrixAxes
-from optax_lowmem._src.step.rule import Slot, UpdateRule
+from optax_lowmem._src.step.rule import MatrixRule, Slot, UpdateRule
 from optax_lowmem._src.step.storage import Storage
 
 
@@ -212,16 +212,15 @@ def decide_slot(
       stored: whether the current state stores codes for the slot.
       refused: a reason to keep f32 that precedes the policy's.
     """
-    masked = "the policy's mask is False here" if masked_out else None
-    reason = refused or masked or policy.reason(path, shape, slot, stored)
+    refused = refused or ("the policy's mask is False here" if masked_out else None)
+    reason = refused or policy.reason(path, shape, slot, stored)
+    asked: Any = {"shape": shape, "patterns": () if refused else policy.exclude}
     if reason or codec is None:
-        return context.Decision(path, slot, None, reason or "", shape=shape)
+        return context.Decision(path, slot, None, reason or "", **asked)
     rounding = "stochastic" if stochastic else "nearest"
     packed = f"{codec.codes_per_byte} codes per byte, " if codec.bits < 8 else ""
     reason = f"groups of {group_size}, {packed}{rounding} rounding"
-    return context.Decision(
-        path, slot, codec.name, reason, group_size, codec, stochastic, shape=shape
-    )
+    return context.Decision(path, slot, codec.name, reason, group_size, codec, stochastic, **asked)
 
 
 def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
@@ -265,85 +264,122 @@ def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit |
     return split
 
 
-def plan_leaves(
-    rule: UpdateRule,
-    storage: Storage,
-    params: optax.Params,
-    state: optax.OptState | None = None,
-    *,
-    weights: bool = True,
-    decay_mask: optax.MaskOrFn = None,
-    slot_dtypes: Mapping[str, Any] | None = None,
-    structure: BlockStructure | None = None,
-    matrices: MatrixAxes | None = None,
-    returns_params: bool = False,
-) -> list[LeafPlan]:
-    """Return the plan of each leaf, and record the decisions.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LeafPlanner:
+    """Plans the leaves of an optimizer.
 
-    Args:
+    Attributes:
       rule: the optimizer's arithmetic.
       storage: how the state is stored.
-      params: the parameters; in a `shard_map`, this device's shards.
-      state: the state to be stepped; None before `init`.
-      weights: whether weights are updated (learning rate, decay, split) or directions returned.
+      weights: whether to update weights (learning rate, decay, split) or to return directions.
       decay_mask: optax-style mask of weight decay.
       slot_dtypes: dtypes of uncompressed slots, by default f32.
       structure: which elements share a value of block-wise slots.
       matrices: which leaves are matrices, for rules that treat these differently; the mask does
         not apply to the other leaves.
-      returns_params: whether the step returns new parameters instead of updates.
     """
-    leaves = trees.named_leaves(params)
-    if not leaves:  # also for the placeholder of optax.tree.map_params, which fits no mask
-        return []
-    masked_out = storage.policy.masked_out(params)
-    decays = [True] * len(leaves)
-    if decay_mask is not None:
-        decays = trees.mask_values("the mask of weight decay", decay_mask, params)
-    blocks = structure.infer(params) if structure else {}
-    axes = matrices.of(params) if matrices else {}
-    tables: set[str] = set()
-    if structure and storage.rounding == "embeddings":
-        tables = structure.embeddings(params)
-    coded = {  # the slots that the state stores as codes, with scales
-        (path, slot.name)
-        for slot in (rule.slots if state is not None else ())
-        for (path, _), scale in zip(
-            leaves, jax.tree.leaves(getattr(state, f"{slot.name}_scale")), strict=False
-        )
-        if jnp.ndim(scale)
-    }
-    plans = []
-    for (path, leaf), decay in zip(leaves, decays, strict=True):
-        trees.check_param(path, leaf)
-        shape, dtype, block = tuple(leaf.shape), jnp.dtype(leaf.dtype), blocks.get(path)
-        slots = {
-            slot: _plan_slot(
-                storage, slot, path, shape, path in masked_out, path in tables, block,
-                (path, slot.name) in coded, (slot_dtypes or {}).get(slot.name),
+
+    rule: UpdateRule
+    storage: Storage
+    weights: bool = True
+    decay_mask: optax.MaskOrFn = None
+    slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    structure: BlockStructure | None = None
+    matrices: MatrixAxes | None = None
+
+    def plans(
+        self,
+        params: optax.Params,
+        state: optax.OptState | None = None,
+        returns_params: bool = False,
+    ) -> list[LeafPlan]:
+        """Return the plan of each leaf, and record the decisions.
+
+        Args:
+          params: the parameters; in a `shard_map`, this device's shards.
+          state: the state to be stepped; None before `init`.
+          returns_params: whether the step returns new parameters instead of updates.
+        """
+        storage, leaves = self.storage, trees.named_leaves(params)
+        if not leaves:  # also for the placeholder of optax.tree.map_params, which fits no mask
+            return []
+        masked_out = storage.policy.masked_out(params)
+        decays = [True] * len(leaves)
+        if self.decay_mask is not None:
+            decays = trees.mask_values("the mask of weight decay", self.decay_mask, params)
+        blocks = self.structure.infer(params) if self.structure else {}
+        axes = self.matrices.of(params) if self.matrices else {}
+        tables: set[str] = set()
+        if self.structure and storage.rounding == "embeddings":
+            tables = self.structure.embeddings(params)
+        coded = {  # the slots that the state stores as codes, with scales
+            (path, slot.name)
+            for slot in (self.rule.slots if state is not None else ())
+            for (path, _), scale in zip(
+                leaves, jax.tree.leaves(getattr(state, f"{slot.name}_scale")), strict=False
             )
-            for slot in rule.for_leaf(axes.get(path)).slots
-        }  # fmt: skip
-        in_dtype = weights and storage.update_dtype == "param"
-        plans.append(
-            LeafPlan(
-                path=path,
-                shape=shape,
-                dtype=dtype,
-                group_size=storage.group_size,
-                slots=tuple(plan for slot, plan in slots.items() if not slot.blockwise),
-                split=choose_split(storage, path, dtype) if weights else None,
-                update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
-                decays=decay or (matrices is not None and path not in axes),
-                returns_params=returns_params,
-                block=block,
-                blockwise=tuple(plan for slot, plan in slots.items() if slot.blockwise),
-                matrices=axes.get(path),
-                rounds=weights and dtype != jnp.float32 and rounds_weights(storage),
-                follows_gradient=weights and storage.update_dtype == "gradient",
+            if jnp.ndim(scale)
+        }
+        plans = []
+        for (path, leaf), decay in zip(leaves, decays, strict=True):
+            trees.check_param(path, leaf)
+            shape, dtype, block = tuple(leaf.shape), jnp.dtype(leaf.dtype), blocks.get(path)
+            matrices = axes.get(path)
+            rule = self.rule.for_leaf(matrices)
+            if isinstance(rule, MatrixRule) and matrices is not None:
+                block = rule.block(matrices)
+            slots = {
+                slot: self._plan_slot(
+                    slot, path, shape, path in masked_out, path in tables, block,
+                    (path, slot.name) in coded,
+                )
+                for slot in rule.slots
+            }  # fmt: skip
+            in_dtype = self.weights and storage.update_dtype == "param"
+            plans.append(
+                LeafPlan(
+                    path=path,
+                    shape=shape,
+                    dtype=dtype,
+                    group_size=storage.group_size,
+                    slots=tuple(plan for slot, plan in slots.items() if not slot.blockwise),
+                    split=choose_split(storage, path, dtype) if self.weights else None,
+                    update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
+                    decays=decay or (self.matrices is not None and path not in axes),
+                    returns_params=returns_params,
+                    block=block,
+                    blockwise=tuple(plan for slot, plan in slots.items() if slot.blockwise),
+                    matrices=matrices,
+                    rounds=self.weights and dtype != jnp.float32 and rounds_weights(storage),
+                    follows_gradient=self.weights and storage.update_dtype == "gradient",
+                )
             )
-        )
-    return plans
+        return plans
+
+    def _plan_slot(
+        self,
+        slot: Slot,
+        path: str,
+        shape: tuple[int, ...],
+        masked_out: bool,
+        in_table: bool,
+        block: Block | None,
+        stored: bool,
+    ) -> SlotPlan:
+        storage, name = self.storage, slot.name
+        codec = getattr(storage, name) if slot.compressed else None
+        refused = f"storage.{name} is None" if codec is None else None
+        stochastic = {"stochastic": True, "nu": name == "nu", "embeddings": in_table}
+        decision = decide_slot(
+            path, shape, name, codec, storage.group_size, stochastic.get(storage.rounding, False),
+            storage.policy, masked_out, stored, refused,
+        )  # fmt: skip
+        kept = decision.codec
+        dtype = kept.dtype if kept else jnp.dtype(self.slot_dtypes.get(name) or jnp.float32)
+        if slot.blockwise and block is not None:
+            decision = describe_block(decision, block, configured=codec is not None)
+        context.record(decision)
+        return SlotPlan(name, kept, dtype, decision.stochastic)
 
 
 def describe_block(
@@ -360,32 +396,6 @@ def describe_block(
     why = decision.reason if configured and decision.codec is None else ""
     reason = "; ".join(filter(None, [block.reason, why]))
     return dataclasses.replace(decision, form=form, reason=reason, block=block)
-
-
-def _plan_slot(
-    storage: Storage,
-    slot: Slot,
-    path: str,
-    shape: tuple[int, ...],
-    masked_out: bool,
-    in_table: bool,
-    block: Block | None,
-    stored: bool,
-    plain_dtype: Any,
-) -> SlotPlan:
-    name, codec = slot.name, getattr(storage, slot.name)
-    refused = f"storage.{name} is None" if codec is None else None
-    stochastic = {"stochastic": True, "nu": name == "nu", "embeddings": in_table}
-    decision = decide_slot(
-        path, shape, name, codec, storage.group_size, stochastic.get(storage.rounding, False),
-        storage.policy, masked_out, stored, refused,
-    )  # fmt: skip
-    kept = decision.codec
-    dtype = kept.dtype if kept else jnp.dtype(plain_dtype or jnp.float32)
-    if slot.blockwise and block is not None:
-        decision = describe_block(decision, block, configured=codec is not None)
-    context.record(decision)
-    return SlotPlan(name, kept, dtype, decision.stochastic)
 
 
 def warn_of_four_bits(plans: Sequence[LeafPlan]) -> None:

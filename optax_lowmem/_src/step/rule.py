@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.step.matrix_axes import Matrices
 
 OF_BLOCK = "of_block"  # the operand that `prepare` returns for blocks: one value per block
@@ -21,12 +22,14 @@ class Slot:
       signed: whether its values may be negative.
       blockwise: whether the elements of a `Block` share one value.
       skips_matrices: whether leaves that are matrices do not have it.
+      compressed: whether its codec is used; else its values are f32.
     """
 
     name: str
     signed: bool
     blockwise: bool = False
     skips_matrices: bool = False
+    compressed: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +128,28 @@ class MatrixRule(UpdateRule):
     def of_whole_leaf(self) -> bool:
         """Return whether `scale` depends on all matrices of a leaf jointly."""
         return False
+
+    def block(self, matrices: Matrices) -> Block | None:
+        """Return which elements of a leaf share a value of block-wise slots."""
+        del matrices
+        return None
+
+    def scale_blocks(
+        self,
+        matrices: Matrices,
+        direction: jax.Array,
+        slots: Mapping[str, jax.Array],
+        h: Mapping[str, jax.Array],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return a factor of each block's direction, f32, and the new block-wise slots.
+
+        Args:
+          matrices: the matrix axes of the leaf.
+          direction: the result of `of_matrices`.
+          slots: the block-wise slots.
+          h: as in `update`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no block-wise slots")
 
     @abc.abstractmethod
     def of_matrices(self, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:

@@ -34,7 +34,7 @@ class StateFormat:
 
     def zeros(self, plans: list[LeafPlan], params: optax.Params, seed: jax.Array) -> Any:
         """Return a zero state with the parameters' sharding, without allocating f32 moments."""
-        leaves, fields = jax.tree.leaves(params), self._fields()
+        leaves, fields = jax.tree.leaves(params), self.fields()
         if is_free(leaves):
             slots, (count, others) = compiled(_zeros)(plans, leaves, fields)
         else:
@@ -51,14 +51,14 @@ class StateFormat:
             if plan.split is not None:
                 row["correction"] = initial_correction(plan.split, plan.path, leaf)
         columns = {name: [row[name] for row in slots] for name in fields}
-        return self._state(count, seed, columns, params)
+        return self.of_columns(count, seed, columns, params)
 
     def unpack(
         self, state: optax.OptState, plans: list[LeafPlan], params: optax.Params
     ) -> tuple[list[LeafState], list[LeafState]]:
         """Return the states of the leaves and of their block-wise slots, after checking both."""
         columns = {}
-        for name in self._fields():
+        for name in self.fields():
             tree = getattr(state, name)
             columns[name] = leaves = jax.tree.leaves(tree)
             if len(leaves) != len(plans):
@@ -68,8 +68,7 @@ class StateFormat:
                     "it. Call init with these parameters."
                 )
             trees.check_state_tree(tree, params)
-        states: list[LeafState] = []
-        blockwise: list[LeafState] = []
+        rows = []
         for i, plan in enumerate(plans):
             forms = _forms(plan)
             row = {name: arrays[i] for name, arrays in columns.items()}
@@ -77,13 +76,9 @@ class StateFormat:
                 form = forms.get(name, _PLACEHOLDER)
                 if jnp.shape(x) != form.shape or jnp.dtype(x.dtype) != form.dtype:
                     raise ValueError(_misfit(plan, name, x, form))
-            for slots, results in ((plan.slots, states), (plan.blockwise, blockwise)):
-                codes = tuple(row[slot.name] for slot in slots)
-                scales = tuple(row[f"{s.name}_scale"] for s in slots if s.codec is not None)
-                results.append(LeafState(codes, scales))
-            if plan.split is not None:
-                states[i] = states[i]._replace(correction=row["correction"])
-        return states, blockwise
+            rows.append(from_row(plan, row))
+        states, blockwise = zip(*rows, strict=True) if rows else ((), ())
+        return list(states), list(blockwise)
 
     def pack(
         self,
@@ -99,24 +94,18 @@ class StateFormat:
         Placeholders of missing slots, scales and corrections are reused: a new one would be a copy
         of a constant, and so one launch per parameter.
         """
-        columns = {name: jax.tree.leaves(getattr(before, name)) for name in self._fields()}
-        for i, (plan, state, of_blocks) in enumerate(zip(plans, states, blockwise, strict=True)):
-            if state.correction is not None:
-                columns["correction"][i] = state.correction
-            for slots, stored in ((plan.slots, state), (plan.blockwise, of_blocks)):
-                scales = iter(stored.scales)
-                for slot, values in zip(slots, stored.slots, strict=True):
-                    columns[slot.name][i] = values
-                    if slot.codec is not None:
-                        columns[f"{slot.name}_scale"][i] = next(scales)
-        return self._state(count, before.seed, columns, params, before)
+        columns = {name: jax.tree.leaves(getattr(before, name)) for name in self.fields()}
+        for i, row in enumerate(map(to_row, plans, states, blockwise)):
+            for name, x in row.items():
+                columns[name][i] = x
+        return self.of_columns(count, before.seed, columns, params, before)
 
-    def _fields(self) -> list[str]:
+    def fields(self) -> list[str]:
         """Return the names of the state's fields that have one array per parameter."""
         slots = [field for slot in self.rule.slots for field in (slot.name, f"{slot.name}_scale")]
         return [*slots, "correction"] if self.weights else slots
 
-    def _state(
+    def of_columns(
         self,
         count: jax.Array,
         seed: jax.Array,
@@ -130,6 +119,39 @@ class StateFormat:
             for name, arrays in columns.items()
         }
         return self.rule.state_type(count=count, seed=seed, **{"correction": None, **fields})
+
+
+Row = dict[str, Any]  # the arrays of one parameter, by field of the state
+
+
+def from_row(plan: LeafPlan, row: Row) -> tuple[LeafState, LeafState]:
+    """Return the state of a leaf and that of its block-wise slots."""
+    state, blockwise = (
+        LeafState(
+            tuple(row[slot.name] for slot in slots),
+            tuple(row[f"{slot.name}_scale"] for slot in slots if slot.codec is not None),
+        )
+        for slots in (plan.slots, plan.blockwise)
+    )
+    return state._replace(correction=row["correction"] if plan.split else None), blockwise
+
+
+def stored_fields(plan: LeafPlan) -> list[str]:
+    """Return the fields of a state that have an array of a leaf, no placeholder."""
+    names = ["correction"] if plan.split else []
+    for slot in (*plan.slots, *plan.blockwise):
+        names += [slot.name] if slot.codec is None else [slot.name, f"{slot.name}_scale"]
+    return names
+
+
+def to_row(plan: LeafPlan, state: LeafState, blockwise: LeafState) -> Row:
+    """Do the opposite of `from_row`; placeholders of what the leaf does not have are left out."""
+    row = {} if state.correction is None else {"correction": state.correction}
+    for slots, stored in ((plan.slots, state), (plan.blockwise, blockwise)):
+        row |= {slot.name: x for slot, x in zip(slots, stored.slots, strict=True)}
+        coded = [slot for slot in slots if slot.codec is not None]
+        row |= {f"{slot.name}_scale": x for slot, x in zip(coded, stored.scales, strict=True)}
+    return row
 
 
 def _forms(plan: LeafPlan) -> Forms:

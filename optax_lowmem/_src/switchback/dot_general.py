@@ -70,10 +70,10 @@ def switchback_dot_general(
     0. If a row's maximum is not finite, its outputs are not finite. A maximum below 2^-100 counts
     as 2^-100. Straight-through gradients.
 
-    On a mesh: XLA partitions the products. Data-parallel tokens add no collective; sharded weights
-    add one scalar per pass (they are gathered as codes, once per pass). If a contracted axis is
-    sharded (Y's under row-wise, dX's under column-wise tensor parallelism), one maximum per token
-    is reduced, and int8 partial sums are communicated as int32. `switchback_q` and `llm_int8`
+    On a mesh: each device multiplies its shards. Data-parallel tokens add no collective; sharded
+    weights add one scalar per pass (they are gathered as codes, once per pass). If a contracted
+    axis is sharded (Y's under row-wise, dX's under column-wise tensor parallelism), one maximum per
+    token is reduced, and int8 partial sums are communicated as int32. `switchback_q` and `llm_int8`
     reduce a maximum for each sharded row and column. On Explicit axes a gradient has the sharding
     of its operand, and `out_sharding` is as in `jax.lax.dot_general`. In a `jax.shard_map` of yours
     each device has separate scales.

@@ -260,10 +260,7 @@ def value_and_grad(
                 f"the seed of the rounding must be an integer, such as the step number, got {dtype}"
                 f"{list(jnp.shape(seed))}: keys of jax.random are not accepted"
             )
-        parts = jax.tree.unflatten(
-            jax.tree.structure(batch),
-            [_parts(path, leaf, micro_batches) for path, leaf in trees.named_leaves(batch)],
-        )
+        parts = micro_batches_of(batch, micro_batches)
         # mixed, so that keys differ from the optimizer's, which are hashed from (seed, step)
         mixed_seed = random.mix(jnp.asarray(seed).astype(jnp.uint32))
 
@@ -289,6 +286,12 @@ def value_and_grad(
         return total / micro_batches, mean
 
     return of_batch
+
+
+def micro_batches_of(batch: object, number: int) -> Any:
+    """Return a batch with `_parts` of its leaves."""
+    parts = [_parts(path, leaf, number) for path, leaf in trees.named_leaves(batch)]
+    return jax.tree.unflatten(jax.tree.structure(batch), parts)
 
 
 def _parts(path: str, rows: jax.Array, number: int) -> jax.Array:

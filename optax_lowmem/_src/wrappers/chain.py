@@ -102,7 +102,9 @@ def step(
     Args:
       tx: any optax transformation.
       grads: gradients, f32 or 16-bit.
-      state: the optimizer's state.
+      state: the optimizer's state. Arrays in host memory, as in `jax.device_put(state,
+        SingleDeviceSharding(device, memory_kind="pinned_host"))`, are copied to the device one
+        parameter at a time, and back; outside of jit only.
       params: the parameters.
       implementation: None selects the fastest available for each leaf (see `explain`); "xla" is
         plain jnp on every device; "pallas" and "triton" are GPU kernels, "pallas_tpu" is a TPU
@@ -172,7 +174,7 @@ def _run_links(
             "state, params) and update(grads, state, params)."
         )
     gradients = updates
-    folds = bool(before) and _takes_factor(final) and _clips_global_norm(before[-1])
+    folds = bool(before) and _takes_factor(final) and clips_global_norm(before[-1])
     run = before[:-1] if folds else before
     if run or not _takes_factor(final):
         updates = _widened(updates)
@@ -183,7 +185,8 @@ def _run_links(
         states.append(trees.keep_dtypes(link_state, new, gradients))
     factor = None
     if folds:
-        factor = _clipping_factor(before[-1], updates, state[-2])
+        norm = compiled(norm_of)(jax.tree.leaves(updates))
+        factor = clipping_factor(before[-1], norm, state[-2])
         states.append(state[-2])
     if _follows_gradients(final):
         updates = trees.as_given(updates, gradients)
@@ -259,28 +262,32 @@ def _widened(updates: Tree) -> Tree:
     return trees.widened(updates, floats_only=True)
 
 
-def _clips_global_norm(link: optax.GradientTransformation) -> bool:
+def clips_global_norm(link: optax.GradientTransformation) -> bool:
     """Return whether a link is `optax.clip_by_global_norm`, recognized by its function's name."""
     update = link.update
     name = f"{getattr(update, '__module__', '')}.{getattr(update, '__qualname__', '')}"
     return name.startswith("optax.") and name.endswith(".clip_by_global_norm.<locals>.update_fn")
 
 
-def _clipping_factor(
-    link: optax.GradientTransformation, updates: optax.Updates, state: optax.OptState
+def norm_of(gradients: list[jax.Array]) -> jax.Array:
+    """Return the global norm of gradients, computed in f32."""
+    return jnp.asarray(optax.tree.norm(_widened(gradients)))
+
+
+def clipping_factor(
+    link: optax.GradientTransformation, norm: jax.Array, state: optax.OptState
 ) -> jax.Array:
-    """Return the factor by which a link scales gradients, obtained by clipping their norm."""
+    """Return the factor by which `clip_by_global_norm` scales gradients of this norm."""
     cells = (cell.cell_contents for cell in getattr(link.update, "__closure__", None) or ())
     # inject_hyperparams makes a new link in each step, whose array would be compiled in
     of_number = not any(isinstance(cell, jax.Array | np.ndarray) for cell in cells)
     factor = compiled(_factor) if of_number else _factor
-    return factor(link, jax.tree.leaves(updates), state)
+    return factor(link, norm, state)
 
 
 def _factor(
-    link: optax.GradientTransformation, updates: list[jax.Array], state: optax.OptState
+    link: optax.GradientTransformation, norm: jax.Array, state: optax.OptState
 ) -> jax.Array:
-    norm = optax.tree.norm(_widened(updates))
     clipped, _ = link.update(norm, state)
     # for an infinite norm, as in optax, finite gradients become 0 and infinite ones NaN
     infinite = jnp.where(jnp.isnan(norm), norm, jnp.float32(0))

@@ -81,10 +81,9 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
         correction  bits-24           24-bit master weights, stochastic rounding
       step by xla for 1 of 1 leaves: the default backend is cpu, and kernels are for GPUs and TPUs
     """
-    with context.noting_policies() as policies:
-        state, result = context.dry_run(tx, params)
+    state, result = context.dry_run(tx, params)
     decisions = [d for d in result if d.slot != "step"]
-    warnings = unmatched_patterns(policies, params)
+    warnings = unmatched_patterns((pattern for d in result for pattern in d.patterns), params)
     warnings += stale_corrections(tx, params, state, decisions)
     warnings += rounded_distances(state)
     settled = {d.path for d in decisions if d.slot == "correction"}

@@ -76,33 +76,32 @@ def init(
         for path, leaf in leaves.items()
     }
     shapes = [jax.ShapeDtypeStruct(leaf.shape, dtypes[path]) for path, leaf in leaves.items()]
-    with context.noting_policies() as policies:
-        _, decisions = context.dry_run(tx, jax.tree.unflatten(treedef, shapes))
-        splits = _splits(decisions, dtypes)
-        if not allow_rounding:
-            _check_rounding(leaves, dtypes, decisions)
-        changed = {
-            path: (splits.get(path), leaf, dtypes[path])
-            for path, leaf in leaves.items()
-            if path in splits or leaf.dtype != dtypes[path]
-        }
-        for path, (_, leaf, _) in changed.items():
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                raise TypeError(
-                    f"parameter '{path}' is a ShapeDtypeStruct, which has no values: for the "
-                    "shapes of weights and state call this inside jax.eval_shape."
-                )
-        stored = dict(zip(changed, _stored(list(changed.values())), strict=True))
-        corrections = {path: c for path, (_, c) in stored.items() if c is not None}
-        masters = context.Masters(corrections, seed=seed, originals=leaves)
-        weights = [stored[path][0] if path in stored else leaf for path, leaf in leaves.items()]
-        with context.providing(masters):
-            state = tx.init(jax.tree.unflatten(treedef, weights))
+    _, decisions = context.dry_run(tx, jax.tree.unflatten(treedef, shapes))
+    splits = _splits(decisions, dtypes)
+    if not allow_rounding:
+        _check_rounding(leaves, dtypes, decisions)
+    changed = {
+        path: (splits.get(path), leaf, dtypes[path])
+        for path, leaf in leaves.items()
+        if path in splits or leaf.dtype != dtypes[path]
+    }
+    for path, (_, leaf, _) in changed.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"parameter '{path}' is a ShapeDtypeStruct, which has no values: for the "
+                "shapes of weights and state call this inside jax.eval_shape."
+            )
+    stored = dict(zip(changed, _stored(list(changed.values())), strict=True))
+    corrections = {path: c for path, (_, c) in stored.items() if c is not None}
+    masters = context.Masters(corrections, seed=seed, originals=leaves)
+    weights = [stored[path][0] if path in stored else leaf for path, leaf in leaves.items()]
+    with context.providing(masters):
+        state = tx.init(jax.tree.unflatten(treedef, weights))
     # weights to which an optimizer has added noise
     weights = [masters.sampled.get(path, w) for path, w in zip(leaves, weights, strict=True)]
     params = jax.tree.unflatten(treedef, weights)
     for warning in (
-        *unmatched_patterns(policies, params),
+        *unmatched_patterns((pattern for d in decisions for pattern in d.patterns), params),
         *stale_corrections(tx, params, state, decisions),
         *rounded_distances(state),
     ):

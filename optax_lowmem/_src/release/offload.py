@@ -1,0 +1,507 @@
+"""Gradient release with the optimizer's state in host memory, streamed layer by layer.
+
+One compiled program per stage, called from Python: the copies of one layer's state run beside the
+products of another. A stage is dispatched when the one two before it has ended, since work that is
+dispatched further ahead would need memory too early.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from optax_lowmem._src.core import context, host, trees
+from optax_lowmem._src.core.host import PerLayer
+from optax_lowmem._src.release import stages
+from optax_lowmem._src.release.model import Layered, Parts, take_apart
+from optax_lowmem._src.release.optimizer import Optimizer
+from optax_lowmem._src.release.update import Plans, Update, read_layer, squares_of, write_layer
+from optax_lowmem._src.step import LeafPlan
+from optax_lowmem._src.step.state import Row, from_row, stored_fields, to_row
+from optax_lowmem._src.wrappers.accumulate import micro_batches_of
+from optax_lowmem._src.wrappers.chain import clipping_factor
+
+# ---- the state -----------------------------------------------------------------------------------
+
+
+def offload(
+    tx: optax.GradientTransformation,
+    model: Layered,
+    params: optax.Params,
+    state: optax.OptState | None = None,
+    *,
+    memory_kind: str = host.PINNED,
+    min_bytes: int = 2**20,
+) -> Any:
+    """Return a state for `train_step(offload=True)`: in host memory, with one array per layer.
+
+    Args:
+      tx: the optimizer, as in `train_step`.
+      model: the model.
+      params: the parameters, on one device.
+      state: the state to move, as `lowmem.init`, `tx.init` and `checkpoint.restore` return it, in
+        any memory; the arrays of stacks are deleted as they are copied. None makes the state of
+        `tx.init(params)` layer by layer: it never exists on the device.
+      memory_kind: "pinned_host", or "device" to keep the state on the device (for comparison).
+      min_bytes: smaller arrays stay on the device.
+
+    Returns:
+      The state. `checkpoint.save` takes it and writes the files of the ordinary state, so that a
+      run may be resumed with or without `offload`; it needs the state's size of host memory again
+      while it saves.
+
+    Raises:
+      MemoryError: if host memory is too small; says how much is needed. Nothing is copied then.
+      ValueError: for parameters on several devices, and as `train_step`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> from optax_lowmem import release
+      >>> model = release.Layered(
+      ...     first=lambda rest, batch: batch,
+      ...     layers={"layers": lambda weights, rest, x, batch: x @ weights["w"]},
+      ...     last=lambda rest, x, batch: jnp.mean(x**2),
+      ... )
+      >>> params = {"layers": {"w": jnp.ones((3, 4, 4))}}
+      >>> state = release.offload(lowmem.flash_adamw(1e-3), model, params, min_bytes=0)
+      >>> first, *_ = state.mu["layers"]["w"].parts
+      >>> first.shape, first.sharding.memory_kind
+      ((1, 4, 4), 'pinned_host')
+    """
+    optimizer, device = Optimizer.of(tx), host.device_of(params)
+    engine, here = optimizer.engine, SingleDeviceSharding(device)
+    there = SingleDeviceSharding(device, memory_kind=memory_kind)
+    whole = jax.eval_shape(tx.init, params) if state is None else state
+    inner = optimizer.inner(whole)
+    stacks = take_apart(params, tuple(model.layers)).stacks.values()
+    layers = {i: stack.layers for stack in stacks for i in stack.indices}
+    fields = engine.fields()
+    columns = {name: jax.tree.leaves(getattr(inner, name)) for name in fields}
+
+    def place(x: Any, number: int = 1) -> Sharding:
+        return there if x.ndim and host.nbytes(x) >= number * min_bytes else here
+
+    if there.memory_kind == host.PINNED:
+        rows = [(x, layers.get(i, 1)) for xs in columns.values() for i, x in enumerate(xs)]
+        moving = [x for x, number in rows if place(x, number) is there]
+        host.check_room(host.nbytes(moving), "the optimizer's state", device)
+
+    def moved(x: Any) -> Any:
+        return jax.block_until_ready(host.copied(x, place(x)))  # one at a time, for memory
+
+    def start(params: optax.Params) -> Any:
+        new, firsts = optimizer.inner(tx.init(params)), {}
+        for name in fields:
+            firsts[name] = jax.tree.leaves(getattr(new, name))
+            for i, number in layers.items():
+                if firsts[name][i].ndim:
+                    firsts[name][i] = read_layer(firsts[name][i], jnp.int32(0), number)
+        return new.count, new.seed, firsts
+
+    def cut(x: Any, number: int) -> PerLayer:
+        if state is None:  # the first layer, and all are equal
+            return PerLayer(moved(x) for _ in range(number))
+        on_device = jax.device_put(x, here)
+        pieces = [moved(_read_layer(on_device, np.int32(i), number)) for i in range(number)]
+        if isinstance(x, jax.Array):
+            x.delete()
+        return PerLayer(pieces)
+
+    count, seed = inner.count, inner.seed
+    if state is None:
+        count, seed, columns = jax.jit(start)(params)
+    for column in columns.values():
+        for i, x in enumerate(column):
+            column[i] = cut(x, layers[i]) if i in layers and x.ndim else moved(x)
+    count, seed = jax.device_put((count, seed), here)
+    return optimizer.outer(whole, engine.of_columns(count, seed, columns, params))
+
+
+_read_layer = jax.jit(read_layer, static_argnums=2)
+
+
+# ---- the programs of the stages ------------------------------------------------------------------
+
+
+class Programs:
+    """The compiled stages of a step, for some shapes."""
+
+    def __init__(self, step: "Offloaded", params: optax.Params, state: Any, batch: object):
+        model, engine = step.model, step.optimizer.engine
+        paths, wide = tuple(model.layers), step.micro_batches > 1
+        plans = self.plans = Plans.make(
+            engine, model.take_apart(params), params, state, step.per_layer
+        )
+        engine.unpack(state, plans.whole, params)  # checks the state
+        parts, jit = plans.parts, jax.jit
+        self.schedule = stages.Schedule.make(model, parts, batch)
+        self.input_bytes = host.nbytes(jax.eval_shape(model.first, parts.rest(), batch))
+        reading = self.schedule.reading
+
+        def of(rest: list[jax.Array]) -> Parts:
+            return dataclasses.replace(parts, leaves=rest)
+
+        def of_layer(path: str, weights: list[jax.Array]) -> Any:
+            treedef: Any = jax.tree.structure(parts.stacks[path].tree)
+            return treedef.unflatten([w[0] for w in weights])
+
+        def added(total: Any, more: Any) -> Any:
+            if total is None:
+                return trees.widened(more) if wide else more
+            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, more)
+
+        def first(rest: list[jax.Array], batch: object) -> Any:
+            return model.first(of(rest).rest(), batch)
+
+        def forward(path: str, weights: Any, rest: list[jax.Array], x: Any, batch: object) -> Any:
+            return model.layers[path](of_layer(path, weights), of(rest).rest(), x, batch)
+
+        def last(rest: list[jax.Array], x: Any, batch: object, total: Any) -> Any:
+            scale = 1 / step.micro_batches
+            loss, gradients, dx = stages.last(model, of(rest), x, batch, reading[-1], scale)
+            return loss, added(total, gradients), dx
+
+        def back(
+            path: str,
+            weights: Any,
+            rest: list[jax.Array],
+            x: Any,
+            dx: Any,
+            batch: object,
+            total: Any,
+        ) -> Any:
+            layer, positions = of_layer(path, weights), reading[1 + paths.index(path)]
+            *gradients, dx = stages.pull_layer(
+                model.layers[path], of(rest), layer, positions, x, dx, batch
+            )
+            return added(total, gradients), dx
+
+        def back_first(rest: list[jax.Array], dx: Any, batch: object, total: Any) -> Any:
+            _, pull = stages.first(model, of(rest), batch, reading[0])
+            return added(total, pull(dx)[0])
+
+        def update_layer(
+            path: str, stack: Any, weights: Any, rows: list[Row], gradients: Any, layer: jax.Array,
+            *of_step: Any,
+        ) -> Any:  # fmt: skip
+            leaves = [plans.of_layers[i] for i in parts.stacks[path].indices]
+            weights, rows = updated(
+                leaves, weights, rows, gradients,
+                lambda *args: update(*of_step).layer(parts.stacks[path], layer, *args),
+            )  # fmt: skip
+            return write_layer(stack, weights, layer, parts.stacks[path].layers), rows
+
+        def update_rest(
+            positions: tuple[int, ...], weights: Any, rows: list[Row], gradients: Any, *of_step: Any
+        ) -> Any:
+            indices = [parts.indices[at] for at in positions]
+            leaves = [plans.whole[i] for i in indices]
+            return updated(
+                leaves,
+                weights,
+                rows,
+                gradients,
+                lambda *args: update(*of_step).rest(indices, *args),
+            )
+
+        def updated(
+            leaves: list[LeafPlan], weights: Any, rows: list[Row], gradients: Any, how: Any
+        ) -> Any:
+            states, blockwise = map(list, zip(*map(from_row, leaves, rows), strict=True))
+            gradients = [step.each(g) for g in gradients]
+            with context.stepping(implementation=step.implementation):
+                weights, states, blockwise = how(gradients, (weights, states, blockwise))
+            return weights, list(map(to_row, leaves, states, blockwise))
+
+        def update(count: jax.Array, seed: jax.Array, factor: jax.Array | None) -> Update:
+            return Update.begin(plans, count, seed, step.limit, factor)
+
+        def factor(squares: list[jax.Array]) -> jax.Array:
+            return clipping_factor(step.optimizer.clip, jnp.sqrt(sum(squares)), optax.EmptyState())
+
+        self.first, self.forward = jit(first), jit(forward, static_argnums=0)
+        self.last, self.back_first = jit(last, donate_argnums=3), jit(back_first, donate_argnums=3)
+        self.back = jit(back, static_argnums=0, donate_argnums=6)
+        self.update_layer = jit(update_layer, static_argnums=0, donate_argnums=(1, 3))
+        self.update_rest = jit(update_rest, static_argnums=0, donate_argnums=(1, 2))
+        self.add = jit(added, donate_argnums=0)
+        self.squares, self.factor = (
+            jit(lambda gs: squares_of([step.each(g) for g in gs])),
+            jit(factor),
+        )
+
+
+_micro_batch = jax.jit(lambda batches, at: jax.tree.map(lambda x: x[at], batches))
+_mean = jax.jit(lambda losses: sum(x.astype(jnp.float32) for x in losses) / len(losses))
+
+
+# ---- the step, called from Python ----------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Offloaded:
+    """The training step of `train_step(offload=True)`.
+
+    Attributes:
+      limit: clips the gradient of each layer, and of each leaf of the rest, by its norm.
+      at_once: number of micro-batches that pass through the model together.
+    """
+
+    optimizer: Optimizer
+    model: Layered
+    each: Callable[[jax.Array], jax.Array]
+    per_layer: bool
+    implementation: str | None
+    limit: optax.GradientTransformation | None
+    micro_batches: int
+    at_once: int
+
+    def __post_init__(self) -> None:
+        self._programs: dict[Any, Programs] = {}
+
+    def __call__(self, params: optax.Params, state: Any, batch: object) -> tuple[Any, Any, Any]:
+        """Take a step; return (loss, params, state)."""
+        inner = self.optimizer.inner(state)
+        batches = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
+        if self.micro_batches > 1:
+            batches = micro_batches_of(batch, self.micro_batches)
+        like = jax.eval_shape(lambda *args: args, params, host.stacked_shapes(inner), batches)
+        key = jax.tree.structure(like), *((x.shape, x.dtype) for x in jax.tree.leaves(like))
+        known = key in self._programs
+        if not known:
+            params_like, state_like, batches_like = like
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches_like)
+            self._programs[key] = Programs(self, params_like, state_like, one)
+        run = Run(self, self._programs[key], params, inner)
+        if not known:
+            run.check_room(self.at_once, self.micro_batches)
+        losses: list[Any] = []
+        for begin in range(0, self.micro_batches, self.at_once):
+            numbers = range(self.micro_batches)[begin:][: self.at_once]
+            some = [_micro_batch(batches, np.int32(number)) for number in numbers]
+            losses += run.one_pass(some, numbers[-1] == self.micro_batches - 1)
+        loss = losses[0] if len(losses) == 1 else _mean(losses)
+        return loss, *run.result(params, state)
+
+
+class Run:
+    """A step under way.
+
+    Attributes:
+      weights: the leaves of the parameters, each old until it is updated.
+      columns: the arrays of the state by field and leaf; a list of those of a stacked leaf.
+      layers: (path, index) of each layer, in the order of the forward pass.
+      inputs: inputs of each layer and of the last stage, by micro-batch.
+      totals: gradients of leaves of the rest, by position.
+      sums: gradients of the passes before, by stage.
+    """
+
+    def __init__(self, step: Offloaded, programs: Programs, params: optax.Params, state: Any):
+        self.step, self.programs, self.plans, self.state = step, programs, programs.plans, state
+        self.weights, self.columns = jax.tree.leaves(params), {}
+        for name in self.plans.engine.fields():
+            leaves = jax.tree.leaves(getattr(state, name), is_leaf=host.is_per_layer)
+            self.columns[name] = [list(x.parts) if host.is_per_layer(x) else x for x in leaves]
+        for i, plan in self.plans.of_layers.items():
+            if not all(isinstance(self.columns[name][i], list) for name in stored_fields(plan)):
+                raise ValueError(
+                    f"the state of '{plan.path}' is one array for all layers: offload=True takes a "
+                    "state of release.offload(tx, model, params, state)."
+                )
+        self.here = SingleDeviceSharding(host.device_of(params))
+        kinds = [x.sharding for x in jax.tree.leaves(state) if host.is_on_host(x)]
+        self.there = kinds[0] if kinds else self.here
+        stacks = self.plans.parts.stacks
+        self.layers = [(path, i) for path in stacks for i in range(stacks[path].layers)]
+        self.inputs: list[list[Any]] = []
+        self.totals: dict[int, jax.Array] = {}
+        self.sums: dict[Any, Any] = {}
+        self.squares: list[jax.Array] = []
+        self.factor: jax.Array | None = None
+        self.running, self.leaving = host.RunAhead(), host.RunAhead()
+
+    def check_room(self, at_once: int, micro_batches: int) -> None:
+        """Raise MemoryError if host memory is too small for inputs and gradients."""
+        if self.there is self.here:
+            return
+        needed = self.programs.input_bytes * (len(self.layers) + 1) * at_once
+        if micro_batches > at_once:
+            needed += 4 * sum(x.size for x in self.weights)
+        state = host.nbytes([x for x in jax.tree.leaves(self.state) if host.is_on_host(x)])
+        (device,) = self.here.device_set
+        host.check_room(needed, "a step's layer inputs and sums of gradients", device, state)
+
+    def one_pass(self, batches: list[Any], last: bool) -> list[Any]:
+        """Pass micro-batches through the model; return their losses, and update after the last."""
+        self.forward(batches)
+        if last and self.step.optimizer.clip is not None:
+            self.backward(batches, self.square)
+            self.factor = self.programs.factor(self.squares)
+        return self.backward(batches, self.update if last else self.store)
+
+    def result(self, params: optax.Params, state: Any) -> tuple[Any, Any]:
+        """Return the new parameters and state."""
+        columns = {
+            name: [PerLayer(x) if isinstance(x, list) else x for x in column]
+            for name, column in self.columns.items()
+        }
+        count = optax.safe_increment(self.state.count)
+        new = self.plans.engine.of_columns(count, self.state.seed, columns, params, self.state)
+        treedef: Any = jax.tree.structure(params)
+        return treedef.unflatten(self.weights), self.step.optimizer.outer(state, new)
+
+    # ---- forward and backward ----
+
+    @property
+    def rest(self) -> list[jax.Array]:
+        """The leaves of the rest."""
+        return [self.weights[i] for i in self.plans.parts.indices]
+
+    def layer(self, path: str, i: int) -> list[jax.Array]:
+        """Return a copy of the weights of a layer."""
+        stack = self.plans.parts.stacks[path]
+        return _read_layer([self.weights[j] for j in stack.indices], np.int32(i), stack.layers)
+
+    def forward(self, batches: list[Any]) -> None:
+        """Compute the inputs of all layers and of the last stage."""
+        xs = []
+        for batch in batches:
+            xs.append(self.programs.first(self.rest, batch))
+            self.running.add(xs[-1])
+        self.inputs = [self.put(xs)]
+        for path, i in self.layers:
+            weights, self.inputs = self.layer(path, i), [*self.inputs, []]
+            for m, batch in enumerate(batches):
+                xs[m] = self.programs.forward(path, weights, self.rest, xs[m], batch)
+                self.inputs[-1].append(self.put(xs[m]))
+                self.running.add(self.inputs[-1][-1])
+
+    def backward(self, batches: list[Any], use: Callable[..., None]) -> list[Any]:
+        """Return the losses, and pass the gradients of each stage to `use`."""
+        programs, stacks = self.programs, list(self.plans.parts.stacks)
+        order = [(at, m) for at in reversed(range(len(self.inputs))) for m in range(len(batches))]
+        inputs = host.ahead(order, lambda at: self.input(*at, keep=use == self.square))
+        coming = host.ahead(reversed(self.layers), lambda key: self.arriving(key, use))
+        losses, dxs = [], []
+        total: Any = None
+        for batch in batches:
+            loss, total, dx = programs.last(self.rest, next(inputs), batch, total)
+            losses.append(loss)
+            dxs.append(dx)
+            self.running.add(dx)
+        self.finish_rest(-1, total, use)
+        of_rest = total = None  # names that are not needed any more would hold memory
+        for path, i in reversed(self.layers):
+            arrived, weights = next(coming), self.layer(path, i)
+            for m, batch in enumerate(batches):
+                total, dxs[m] = programs.back(
+                    path, weights, self.rest, next(inputs), dxs[m], batch, total
+                )
+                self.running.add(dxs[m])
+            of_rest = programs.add(of_rest, total[1]) if of_rest else total[1]
+            use((path, i), total[0], arrived, weights)
+            del arrived, weights
+            total = None
+            if i == 0:
+                self.finish_rest(1 + stacks.index(path), of_rest, use)
+                of_rest = None
+        for dx, batch in zip(dxs, batches, strict=True):
+            total = programs.back_first(self.rest, dx, batch, total)
+        self.finish_rest(0, total, use)
+        return losses
+
+    def finish_rest(self, stage: int, gradients: Any, use: Callable[..., None]) -> None:
+        """Add gradients of a stage to those of the rest, and use those that are complete."""
+        schedule = self.programs.schedule
+        for at, g in zip(schedule.reading[stage], gradients, strict=True):
+            self.totals[at] = self.programs.add(self.totals[at], g) if at in self.totals else g
+        if positions := tuple(schedule.due[stage]):
+            rest = self.rest
+            unread = {at: jnp.zeros_like(rest[at]) for at in positions if at not in self.totals}
+            gradients = [unread.get(at, self.totals.pop(at, None)) for at in positions]
+            use(positions, gradients, self.arriving(positions, use))
+
+    # ---- uses of the gradients of a stage: a layer, or leaves of the rest ----
+
+    def square(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
+        """Square gradients, for their norm."""
+        del key, weights
+        self.squares.append(self.programs.squares(self.complete(gradients, arrived)))
+
+    def store(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
+        """Keep the sum of gradients where the state is."""
+        del weights
+        self.sums[key] = self.put(self.complete(gradients, arrived))
+        self.leaving.add(self.sums[key])
+
+    def update(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
+        """Update the weights and the state."""
+        gradients = self.complete(gradients, arrived)
+        of_step = self.state.count, self.state.seed, self.factor
+        indices, layer = self.leaves_of(key)
+        leaves = [self.weights[i] for i in indices]
+        if layer is None:
+            leaves, rows = self.programs.update_rest(
+                key, leaves, arrived["rows"], gradients, *of_step
+            )
+        else:
+            leaves, rows = self.programs.update_layer(
+                key[0], leaves, weights, arrived["rows"], gradients, np.int32(layer), *of_step
+            )
+        for i, leaf in zip(indices, leaves, strict=True):
+            self.weights[i] = leaf
+        before = self.rows(key)
+        rows = host.put_back(rows, before)
+        for i, row in zip(indices, rows, strict=True):
+            for name, x in row.items():
+                if layer is None:
+                    self.columns[name][i] = x
+                else:
+                    self.columns[name][i][layer] = x
+        self.leaving.add(rows, [x for x in jax.tree.leaves(before) if host.is_on_host(x)])
+
+    def complete(self, gradients: Any, arrived: Any) -> Any:
+        """Return gradients with those of the passes before added."""
+        return self.programs.add(gradients, arrived["sums"]) if arrived["sums"] else gradients
+
+    # ---- copies ----
+
+    def put(self, tree: Any) -> Any:
+        """Copy arrays to where the state is."""
+        return jax.device_put(tree, self.there)
+
+    def input(self, stage: int, number: int, keep: bool) -> Any:
+        """Copy an input to the device, and forget it unless it is needed again."""
+        x = jax.device_put(self.inputs[stage][number], self.here)
+        if not keep:
+            self.inputs[stage][number] = None
+        return x
+
+    def arriving(self, key: Any, use: Callable[..., None]) -> Any:
+        """Copy to the device what `use` needs of a stage."""
+        rows = self.rows(key) if use == self.update else ()
+        sums = self.sums.get(key) if use == self.square else self.sums.pop(key, None)
+        return jax.device_put({"rows": rows, "sums": sums}, self.here)
+
+    def rows(self, key: Any) -> list[Row]:
+        """Return the arrays of the state of each leaf of a stage."""
+        indices, layer = self.leaves_of(key)
+        plans = self.plans.whole if layer is None else self.plans.of_layers
+        return [
+            {
+                name: self.columns[name][i] if layer is None else self.columns[name][i][layer]
+                for name in stored_fields(plans[i])
+            }
+            for i in indices
+        ]
+
+    def leaves_of(self, key: Any) -> tuple[list[int], int | None]:
+        """Return the indices of the leaves of a stage, and the layer that it is."""
+        if isinstance(key[0], str):
+            return self.plans.parts.stacks[key[0]].indices, key[1]
+        return [self.plans.parts.indices[at] for at in key], None

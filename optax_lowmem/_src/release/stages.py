@@ -1,0 +1,119 @@
+"""The stages of a model: what they read, their values and their gradients."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.release.model import (
+    Layered,
+    LayerFunction,
+    Parts,
+    floats,
+    reads,
+    with_floats,
+)
+from optax_lowmem._src.release.trace import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Which leaves of the rest each stage reads, and after which their gradients are complete.
+
+    Both have an entry for the first stage, each stack, and the last stage: positions in the rest.
+    """
+
+    reading: list[list[int]]
+    due: list[list[int]]
+
+    @classmethod
+    def make(cls, model: Layered | Program, parts: Parts, batch: object) -> "Schedule":
+        """Trace the stages."""
+        rest = parts.rest()
+        reading = [_positions(reads(model.first, rest, batch))]
+        x = jax.eval_shape(model.first, rest, batch)
+        for path, layer in model.layers.items():
+            stacked = parts.stacks[path].tree if path in parts.stacks else None
+            weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), stacked)
+
+            def one(
+                rest: optax.Params, weights: Any, x: Any, batch: Any, layer: LayerFunction = layer
+            ) -> Any:
+                return layer(weights, rest, x, batch)
+
+            reading.append(_positions(reads(one, rest, weights, x, batch)))
+            if stacked is None:  # the layers of a stack keep the shape of x
+                x = jax.eval_shape(one, rest, None, x, batch)
+        reading.append(_positions(reads(model.last, rest, x, batch)))
+        # a gradient is complete after the earliest stage that reads the leaf
+        earliest = {at: stage for stage in reversed(range(len(reading))) for at in reading[stage]}
+        due = [[at for at, first in earliest.items() if first == s] for s in range(len(reading))]
+        due[0] += [at for at in range(len(parts.leaves)) if at not in earliest]
+        return cls(reading, due)
+
+
+def _positions(flags: Sequence[bool]) -> list[int]:
+    return [at for at, flag in enumerate(flags) if flag]
+
+
+def first(
+    model: Layered | Program, parts: Parts, batch: object, positions: list[int]
+) -> tuple[Any, Any]:
+    """Return x, and the pullback from its gradient to those of the leaves at `positions`."""
+
+    def run(read: list[jax.Array]) -> tuple[Any, Any]:
+        x = model.first(parts.rest(dict(zip(positions, read, strict=True))), batch)
+        return floats(x), x
+
+    _, pull, x = jax.vjp(run, [parts.leaves[at] for at in positions], has_aux=True)
+    return x, pull
+
+
+def pull_layer(
+    layer: LayerFunction,
+    parts: Parts,
+    weights: Any,
+    positions: list[int],
+    x: object,
+    dx: list[jax.Array],
+    batch: object,
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """Return the gradients of a layer, of the leaves at `positions`, and of its input x."""
+
+    def forward(weights: Any, read: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
+        rest = parts.rest(dict(zip(positions, read, strict=True)))
+        return floats(layer(weights, rest, with_floats(x, values), batch))
+
+    read = [parts.leaves[at] for at in positions]
+    _, pull = jax.vjp(forward, weights, read, floats(x))
+    gradients, of_rest, dx = pull(dx)
+    return jax.tree.leaves(gradients), of_rest, dx
+
+
+def last(
+    model: Layered | Program,
+    parts: Parts,
+    x: object,
+    batch: object,
+    positions: list[int],
+    scale: float = 1.0,
+) -> tuple[Any, list[jax.Array], list[jax.Array]]:
+    """Return the loss (and aux), and `scale` times the gradients of leaves and of x."""
+
+    def run(read: list[jax.Array], values: list[jax.Array]) -> tuple[Any, Any]:
+        rest = parts.rest(dict(zip(positions, read, strict=True)))
+        result = model.last(rest, with_floats(x, values), batch)
+        return result if model.has_aux else (result, None)
+
+    read = [parts.leaves[at] for at in positions]
+    loss, pull, aux = jax.vjp(run, read, floats(x), has_aux=True)
+    if jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            f"`last` must return a loss, one float; this is {loss.dtype}{list(jnp.shape(loss))}. "
+            "For (loss, aux) pass has_aux=True."
+        )
+    gradients, dx = pull(jnp.full_like(loss, scale))
+    return (loss, aux) if model.has_aux else loss, gradients, dx
