@@ -180,7 +180,7 @@ def test_files_of_several_processes_are_summed_by_each(tmp_path, monkeypatch):
         (item / name).write_text(name)
     for index in (1, 0):
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
-        checksums.write_own(item)
+        checksums.write_of_process(item)
     checksums.write_rest(item)
     own = json.loads((item / "checksums.process_1.json").read_text())[checksums.FORM]
     assert sorted(own) == ["array_metadatas/process_1", "ocdbt.process_1/d/b"]
@@ -205,7 +205,7 @@ def sums_of(folder):
 
     def sum_of(data):
         path.write_bytes(data.tobytes())
-        return checksums._sums(path.parent, ["file"])[0]
+        return checksums._checksums(path.parent, ["file"])[0]
 
     return sum_of
 
@@ -285,7 +285,7 @@ def test_sums_of_stored_checkpoints_stay_what_they_are(piece, tmp_path, monkeypa
     monkeypatch.setattr(checksums, "_PIECE", piece or checksums._PIECE)
     for size in SUMS:
         (tmp_path / str(size)).write_bytes(bytes_of(size))
-    found = checksums._sums(epath.Path(tmp_path), [str(size) for size in SUMS])
+    found = checksums._checksums(epath.Path(tmp_path), [str(size) for size in SUMS])
     assert dict(found) == SUMS
 
 
@@ -312,9 +312,9 @@ def test_files_that_come_in_parts_have_the_same_sum():
     piece = memoryview(bytearray(50))
     whole = bytes(range(60))
     for file in (io.BytesIO(whole), Bucket(whole)):
-        assert (checksums._fill(file, piece), bytes(piece)) == (50, whole[:50])
-        assert (checksums._fill(file, piece), bytes(piece[:10])) == (10, whole[50:])
-        assert checksums._fill(file, piece) == 0
+        assert (checksums._read_into(file, piece), bytes(piece)) == (50, whole[:50])
+        assert (checksums._read_into(file, piece), bytes(piece[:10])) == (10, whole[50:])
+        assert checksums._read_into(file, piece) == 0
 
 
 # ---- kills ---------------------------------------------------------------------------------------

@@ -134,6 +134,22 @@ def test_neurons_are_normalized_as_in_normuon(axes, shape):
         assert distance(moved[at], w.T - one[at]) <= tolerances.MUON_EXACT
 
 
+def test_second_moments_of_outputs_are_stored(tmp_path):
+    """In f32, in checkpoints too; optax has no such optimizer."""
+    tx = lowmem.flash_muon(1e-2, normuon_b2=0.95, storage=CODED)
+    weights, state = lowmem.init(tx, drawn(SHAPES))
+    weights, state = lowmem.step(tx, weights, state, weights)
+    lowmem.checkpoint.save(tmp_path / "one", tx, weights, state, 1)
+    restored = lowmem.checkpoint.restore(tmp_path / "one", tx, weights)
+    assert jax.tree.all(jax.tree.map(np.array_equal, restored, (weights, state)))
+    forms = {name: (nu.shape, str(nu.dtype)) for name, nu in restored[1].nu.items()}
+    assert forms["wide"] == ((1, 40), "float32") and forms["bias"] == ((24,), "uint8")
+    decisions = {(d.path, d.slot): d.form for d in lowmem.explain(tx, weights).decisions}
+    assert decisions["wide", "nu"] == "f32, per output"
+    with pytest.raises(ValueError, match="no optax optimizer is known to correspond to MuonRule"):
+        lowmem.checkpoint.to_optax(tx, state, weights)
+
+
 @pytest.mark.parametrize("preconditioning", ["frobenius", "aol"])
 def test_bf16_products(preconditioning):
     """Of a matrix with small singular values, and of one without."""
@@ -261,6 +277,7 @@ REFUSED = {
     "preconditioning": (dict(preconditioning="svd"), ValueError, "preconditioning must be one of"),
     "dtype": (dict(ns_dtype="float16"), ValueError, "ns_dtype must be"),
     "beta": (dict(beta=1.0), ValueError, "beta must be in"),
+    "b2": (dict(normuon_b2=1.0), ValueError, "normuon_b2 must be in"),
     "rms": (dict(consistent_rms=-1.0), ValueError, "consistent_rms must be"),
     "adam's decay": (dict(adam_weight_decay=-1.0), ValueError, "adam_weight_decay must be"),
 }  # fmt: skip
@@ -288,13 +305,13 @@ LAYOUTS = {
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
 
-def on_a_mesh(layout, axis_type):
+def on_a_mesh(layout, axis_type, normuon_b2=None):
     """(optimizer, parameters, state, gradients, the step compiled for eight devices)."""
     sizes, specs = LAYOUTS[layout]
     names = ("x", "y")[: len(sizes)]
     own = jax.devices("cpu")[:8]
     mesh = jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes), devices=own)
-    tx = lowmem.flash_muon(1e-2, weight_decay=0.1, storage=CODED)
+    tx = lowmem.flash_muon(1e-2, weight_decay=0.1, normuon_b2=normuon_b2, storage=CODED)
     params, state = lowmem.init(tx, drawn(ON_MESH), jnp.bfloat16)
     grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), drawn(ON_MESH, 3))
     lies = {n: NamedSharding(mesh, spec) for n, spec in zip(ON_MESH, specs, strict=True)}
@@ -307,15 +324,15 @@ def on_a_mesh(layout, axis_type):
 
 
 @pytest.mark.parametrize(
-    "layout, axis_type",
+    "layout, axis_type, normuon_b2",
     rows(
-        itertools.product(LAYOUTS, [AxisType.Auto, AxisType.Explicit]),
-        [("fsdp", AxisType.Auto)],
+        itertools.product(LAYOUTS, [AxisType.Auto, AxisType.Explicit], [None, 0.9]),
+        [("fsdp", AxisType.Auto, None)],
     ),
 )
-def test_a_mesh_takes_whole_matrices(layout, axis_type):
+def test_a_mesh_takes_whole_matrices(layout, axis_type, normuon_b2):
     """The step of one device; and nothing is moved between iterations, however many there are."""
-    tx, params, state, grads, placed, program = on_a_mesh(layout, axis_type)
+    tx, params, state, grads, placed, program = on_a_mesh(layout, axis_type, normuon_b2)
     found, new = jax.block_until_ready(program(*placed))  # before another program has its threads
     wanted, other = jax.jit(functools.partial(lowmem.step, tx))(grads, state, params)
     moved = [
@@ -325,9 +342,12 @@ def test_a_mesh_takes_whole_matrices(layout, axis_type):
     assert distance(*moved) <= tolerances.MUON_EXACT
     for a, b in zip(jax.tree.leaves(new.mu), jax.tree.leaves(other.mu), strict=True):
         assert np.mean(np.asarray(a) != np.asarray(b)) <= tolerances.REORDERED_CODES
-    # each of five matrices is moved before its products and after, and some in two axes
+    for n in ON_MESH if normuon_b2 else ():
+        assert distance(new.nu[n], other.nu[n]) <= tolerances.MUON_EXACT
+    # each of four matrices is moved before its products and after, and some in two axes; with
+    # `normuon_b2`, means over their inputs are summed
     moves, between = collectives(program.as_text())
-    assert 0 < moves <= 12 and not between
+    assert 0 < moves <= (12 if normuon_b2 is None else 16) and not between
     # of two matrices of one shape each device takes one at most
     products = re.findall(r"(f32\S*?)\{\S* dot\(", program.as_text())
     assert set(products) == {"f32[64,128]", "f32[128,64]", "f32[64,64]"}

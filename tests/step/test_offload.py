@@ -1,5 +1,7 @@
 """State in host memory: streamed bits are resident bits, and what gradient release clips."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,15 +138,20 @@ def test_the_global_norm_is_that_of_the_ordinary_step():
 
 
 def test_a_layer_is_clipped_by_its_own_norm():
+    """And each leaf outside of layers, also if the first stage reads two of them."""
+
+    def first(rest, batch):
+        return embed(rest, batch) + rest["unread"].sum()
+
     limit, params = 0.05, masters()
-    tx = lowmem.flash_sgd(1.0)
-    step = release.train_step(tx, MODEL, clip_layer_norm=limit)
+    tx, model = lowmem.flash_sgd(1.0), dataclasses.replace(MODEL, first=first)
+    step = release.train_step(tx, model, clip_layer_norm=limit)
     _, found, _ = run(step, params, tx.init(params), steps=1)
-    gradients = jax.jit(jax.grad(MODEL))(params, batches()[0])
+    gradients = jax.jit(jax.grad(model))(params, batches()[0])
 
     def norms(tree):
         in_layers = jax.vmap(lambda own: optax.tree.norm(own))(tree["layers"])
-        return [*in_layers, *(optax.tree.norm(tree[name]) for name in ("embed", "shared"))]
+        return [*in_layers, *(optax.tree.norm(tree[n]) for n in ("embed", "shared", "unread"))]
 
     before = np.array(norms(gradients))
     after = np.array(norms(jax.tree.map(lambda a, b: a - b, params, found)))

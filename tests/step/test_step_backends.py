@@ -490,6 +490,29 @@ def test_as_pallas_interprets_tpus(optimizer, shape):
     check("pallas_tpu", make(optimizer, [shape]), launch)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", ["pallas", "triton"])
+def test_outputs_of_muon_that_are_normalized(kernel, interpreted, monkeypatch):
+    """A learning rate per leaf and a factor per column in one launch."""
+    if kernel == "triton":
+        triton_on_numpy.install(monkeypatch)
+        monkeypatch.setattr(gpu_step, "launch", lambda *args, backend: TRITON(*args))
+    how = launch_cases.storage(rounding="nearest")
+    tx = lowmem.flash_muon(1e-2, normuon_b2=0.9, ns_dtype="float32", storage=how)
+    rng = np.random.default_rng(0)
+    grads, masters = ({"w": jnp.asarray(rng.normal(size=(32, 96)), F32)} for _ in range(2))
+    params, state = lowmem.init(tx, masters, BF16)
+    wanted, found = (
+        jax.jit(functools.partial(lowmem.step, tx, implementation=name))(grads, state, params)
+        for name in ("xla", "pallas")
+    )
+    one, other, before = (
+        np.asarray(lowmem.master_params(*of)["w"]) for of in (wanted, found, (params, state))
+    )
+    assert np.linalg.norm(other - one) <= tolerances.MUON_ROUNDED * np.linalg.norm(one - before)
+    np.testing.assert_allclose(found[1].nu["w"], wanted[1].nu["w"], tolerances.MUON_EXACT)
+
+
 OTHERWISE = [("flash_sgd", 32), ("flash_adamw", 24), ("flash_lion", None)]
 
 

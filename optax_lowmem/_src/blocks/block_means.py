@@ -222,7 +222,7 @@ _SMALL = 1 << 16  # elements, under which a launch takes longer than its bytes
 _LEAVES, _ELEMENTS = 8, 1 << 26  # of a launch, at most: it needs all its gradients at once
 
 
-def _asked(implementation: str | None) -> str | None:
+def _backend_of(implementation: str | None) -> str | None:
     """Return the backend of an implementation of the step; None if it does not determine one."""
     return implementation if implementation in BACKENDS else None
 
@@ -256,7 +256,7 @@ def _no_kernel_reason(x: jax.Array, implementation: str | None) -> str | None:
     if implementation == "xla":  # the other names are of kernels of the step
         return "implementation='xla' was requested"
     reason = platform.no_device_reason() if implementation else platform.no_kernel_reason(x)
-    return reason or platform.no_backend_reason(_asked(implementation))
+    return reason or platform.no_backend_reason(_backend_of(implementation))
 
 
 def means_of_squares(
@@ -285,7 +285,7 @@ def means_of_squares(
     means: dict[int, jax.Array] = {}
     chosen = [i for i, pair in enumerate(pairs) if supported(*pair, implementation) is None]
     for batch in _batches(pairs, chosen):
-        backend = _asked(implementation) or platform.backend()
+        backend = _backend_of(implementation) or platform.backend()
         result = _by_kernel([pairs[i] for i in batch], scale, implementation is None, backend)
         means.update(zip(batch, result, strict=True))
     for i, (block, g) in enumerate(pairs):
@@ -383,7 +383,7 @@ def _factors_by_kernel(
 ) -> list[tuple[jax.Array, ...]]:
     from optax_lowmem._src.blocks import block_means_triton
 
-    backend = _asked(implementation) or platform.backend()
+    backend = _backend_of(implementation) or platform.backend()
 
     def by_kernel(values: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
         return block_means_triton.factors(block, shape, values, backend)

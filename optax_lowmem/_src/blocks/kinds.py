@@ -67,7 +67,7 @@ def query_or_key(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str
         return layer_block(leaf, text, (0, 2), f"{what} of shape (in, heads, head_dim)")
     if rank != 2:
         return AMBIGUOUS.format(leaf.shape)
-    count = _count(leaf, leaves, counts)
+    count = _head_count(leaf, leaves, counts)
     return count if isinstance(count, str) else _per_head(leaf, leaves, count, what)
 
 
@@ -83,18 +83,18 @@ def _per_head(leaf: ModuleLeaf, leaves: Leaves, count: int, what: str) -> Block:
     )
 
 
-def _count(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> int | str:
+def _head_count(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> int | str:
     """Return the number of heads of a 2-D query or key, or why it is unknown."""
     width = width_of(leaf, leaves)
     if leaf.module in QUERY:
         if counts.query is None:
             return "a query of shape (in, heads * head_dim) needs the number of heads: pass heads="
-        _check(leaf, width, counts.query, "heads")
+        _check_divides(leaf, width, counts.query, "heads")
         return counts.query
     query = beside(leaf, QUERY, leaves)
     dim = _head_dim(query, leaves, counts)
     if counts.key is not None:
-        _check(leaf, width, counts.key, "kv_heads")
+        _check_divides(leaf, width, counts.key, "kv_heads")
         if dim is not None and width // counts.key != dim:
             raise ValueError(
                 f"leaf '{leaf.path}' has head_dim {width // counts.key} with kv_heads="
@@ -124,7 +124,7 @@ def _head_dim(query: ModuleLeaf | None, leaves: Leaves, counts: Heads) -> int | 
     return None if width % counts.query else width // counts.query  # the query's leaf raises
 
 
-def _check(leaf: ModuleLeaf, width: int, count: int, name: str) -> None:
+def _check_divides(leaf: ModuleLeaf, width: int, count: int, name: str) -> None:
     if width % count:
         raise ValueError(
             f"{name}={count} does not divide the {width} outputs of leaf '{leaf.path}', of "
@@ -156,7 +156,7 @@ def fused(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
     if kv is None:
         return "the number of key and value heads is unknown: pass kv_heads="
     total = counts.query + 2 * kv
-    _check(leaf, width_of(leaf, leaves), total, "heads + 2 * kv_heads")
+    _check_divides(leaf, width_of(leaf, leaves), total, "heads + 2 * kv_heads")
     return _per_head(leaf, leaves, total, what)
 
 
@@ -173,7 +173,7 @@ def _fused_key_heads(leaf: ModuleLeaf, leaves: Leaves, heads: int) -> int | None
         queries = sum(leaf.inner_shape) - width
         if width != 3 * queries:
             return None
-    _check(leaf, queries, heads, "heads")
+    _check_divides(leaf, queries, heads, "heads")
     kv, rest = divmod(width - queries, 2 * (queries // heads))
     return None if rest or kv < 1 else kv
 

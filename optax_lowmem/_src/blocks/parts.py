@@ -27,7 +27,7 @@ _MATRICES = ("kernel", "w", "weight")
 Parts = str | Sequence[str] | Callable[[str, Any], bool]
 
 
-def _out(leaf: ModuleLeaf) -> bool:
+def _is_out(leaf: ModuleLeaf) -> bool:
     if leaf.module not in OUT:
         return False
     if leaf.module in _ONLY_IN_ATTENTION:
@@ -35,34 +35,34 @@ def _out(leaf: ModuleLeaf) -> bool:
     return leaf.in_attention or leaf.module not in _DOWN
 
 
-def _down(leaf: ModuleLeaf) -> bool:
+def _is_down(leaf: ModuleLeaf) -> bool:
     return leaf.module in _DOWN and not leaf.in_attention
 
 
-def _qkv(leaf: ModuleLeaf) -> bool:
+def _is_qkv(leaf: ModuleLeaf) -> bool:
     return leaf.module in QUERY | KEY | VALUE | FUSED
 
 
-def _up(leaf: ModuleLeaf) -> bool:
+def _is_up(leaf: ModuleLeaf) -> bool:
     return leaf.module in _UP
 
 
-def _every(leaf: ModuleLeaf) -> bool:
+def _is_any(leaf: ModuleLeaf) -> bool:
     if leaf.array in BIASES or is_norm(leaf) or is_embedding(leaf) or "conv" in words(leaf.module):
         return False
     if leaf.module in EMBEDDING or (leaf.module in HEAD and not leaf.in_attention):
         return False
-    known = _out(leaf) or _down(leaf) or _qkv(leaf) or _up(leaf)
+    known = _is_out(leaf) or _is_down(leaf) or _is_qkv(leaf) or _is_up(leaf)
     return known or leaf.array in _MATRICES
 
 
 PARTS: dict[str, Callable[[ModuleLeaf], bool]] = {
-    "od": lambda leaf: _out(leaf) or _down(leaf),
-    "out": _out,
-    "down": _down,
-    "up": _up,
-    "qkv": _qkv,
-    "all": _every,
+    "od": lambda leaf: _is_out(leaf) or _is_down(leaf),
+    "out": _is_out,
+    "down": _is_down,
+    "up": _is_up,
+    "qkv": _is_qkv,
+    "all": _is_any,
 }
 
 

@@ -17,7 +17,7 @@ from optax_lowmem._src.core.hyperparameters import check_choice
 
 Rule = tuple[str, Block | Sequence[int] | str]
 
-_WORDS = ("whole", "elementwise")
+_BLOCK_NAMES = ("whole", "elementwise")
 
 
 def infer(
@@ -62,7 +62,7 @@ def infer(
       >>> lowmem.blocks.infer(params, heads=4)["attn/query/kernel"].mean_shape((64, 32))
       (1, 4)
     """
-    counts = _checked(heads, kv_heads, rules, default)
+    counts = _checked_arguments(heads, kv_heads, rules, default)
     leaves = leaves_of(params)
     for pattern, _ in rules if leaves else ():  # a placeholder tree without leaves matches nothing
         if error := patterns.unmatched(f"the rule '{pattern}'", pattern, list(leaves)):
@@ -93,7 +93,7 @@ class Structure:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(map(_hashable, self.rules)))
-        _checked(self.heads, self.kv_heads, self.rules, self.default or "whole")
+        _checked_arguments(self.heads, self.kv_heads, self.rules, self.default or "whole")
 
     def infer(self, params: optax.Params) -> dict[str, Block]:
         """Call `infer` with these arguments."""
@@ -124,18 +124,20 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, tuple | list) else value
 
 
-def _checked(heads: int | None, kv_heads: int | None, rules: Sequence[Rule], default: str) -> Heads:
+def _checked_arguments(
+    heads: int | None, kv_heads: int | None, rules: Sequence[Rule], default: str
+) -> Heads:
     for name, count in (("heads", heads), ("kv_heads", kv_heads)):
         if count is not None and not (is_int(count) and count > 0):
             raise ValueError(f"{name} must be a number of heads >= 1 or None, got {count!r}")
-    check_choice("default", default, _WORDS)
+    check_choice("default", default, _BLOCK_NAMES)
     for rule in rules:
         if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)):
             raise TypeError(
                 f"rules must be a sequence of (pattern, block) pairs, got {rule!r} in it: pass for "
                 "example rules=[('*/bias', 'elementwise')]."
             )
-        if isinstance(rule[1], str) and rule[1] not in _WORDS:
+        if isinstance(rule[1], str) and rule[1] not in _BLOCK_NAMES:
             raise ValueError(
                 f"the block in rule {rule!r} must be a Block, axes, 'whole' or 'elementwise'."
             )
@@ -151,15 +153,15 @@ def _block(
 ) -> Block:
     for pattern, value in rules:
         if fnmatch.fnmatchcase(leaf.path, pattern):
-            return _explicit(leaf, value, f"rule '{pattern}'")
+            return _block_of_value(leaf, value, f"rule '{pattern}'")
     result = classify(leaf, leaves, counts)
     if isinstance(result, Block):
         return result.fit(leaf.shape, leaf.path)
     reason = f"not recognised: {result}; or pass rules=[('{leaf.path}', axes)]"
-    return dataclasses.replace(_explicit(leaf, default, reason), known=False)
+    return dataclasses.replace(_block_of_value(leaf, default, reason), known=False)
 
 
-def _explicit(leaf: ModuleLeaf, value: Block | Sequence[int] | str, reason: str) -> Block:
+def _block_of_value(leaf: ModuleLeaf, value: Block | Sequence[int] | str, reason: str) -> Block:
     if value == "elementwise":
         return Block((), description="elementwise", reason=reason)
     if isinstance(value, str):

@@ -25,24 +25,24 @@ _PIECE = 1 << 20  # bytes read and hashed at once: fits a core's cache; smaller 
 _THREADS = 8
 
 
-def write_own(folder: "epath.Path") -> None:
+def write_of_process(folder: "epath.Path") -> None:
     """Write the checksums of the files of an item that this process wrote."""
     part = f"process_{jax.process_index()}"  # is in the paths of these files
     paths = [p for p in _files(folder) if any(s.split(".")[-1] == part for s in p.split("/"))]
-    _write(folder, f"checksums.{part}.json", paths)
+    _write_checksums(folder, f"checksums.{part}.json", paths)
 
 
 def write_rest(folder: "epath.Path") -> None:
-    """Write the checksums of all other files, including those that `write_own` wrote."""
+    """Write the checksums of all other files, including those that `write_of_process` wrote."""
     parts = [path.name for path in folder.glob("checksums.process_*.json")]
-    summed = {path for part in parts for path in _read(folder, part)}
-    _write(folder, NAME, [path for path in _files(folder) if path not in summed])
+    summed = {path for part in parts for path in _read_checksums(folder, part)}
+    _write_checksums(folder, NAME, [path for path in _files(folder) if path not in summed])
 
 
-def _write(folder: "epath.Path", name: str, paths: list[str]) -> None:
+def _write_checksums(folder: "epath.Path", name: str, paths: list[str]) -> None:
     """Write the checksums of files of an item to a file in the item's folder."""
     paths = [path for path in paths if path != name]
-    rows = zip(paths, _sums(folder, paths), strict=True)
+    rows = zip(paths, _checksums(folder, paths), strict=True)
     sums = {path: list(form) for path, form in rows if form}
     (folder / name).write_text(json.dumps({FORM: sums}))
 
@@ -55,16 +55,16 @@ def damaged(folder: "epath.Path") -> Iterator[str]:
     """
     if not (folder / NAME).exists():
         return
-    known = _read(folder, NAME)
+    known = _read_checksums(folder, NAME)
     parts = [path for path in known if path.startswith("checksums.")]
-    for part, form in zip(parts, _sums(folder, parts), strict=True):
-        if _problem(form, known[part]) is None:  # otherwise it is reported below
-            known |= _read(folder, part)
+    for part, form in zip(parts, _checksums(folder, parts), strict=True):
+        if _difference(form, known[part]) is None:  # otherwise it is reported below
+            known |= _read_checksums(folder, part)
     share = sorted(known)[jax.process_index() :: jax.process_count()]
     results = [
         f"'{folder.name}/{path}' {problem}"
-        for path, form in zip(share, _sums(folder, share), strict=True)
-        if (problem := _problem(form, known[path]))
+        for path, form in zip(share, _checksums(folder, share), strict=True)
+        if (problem := _difference(form, known[path]))
     ]
     if jax.process_count() > 1:
         counts = np.asarray(multihost_utils.process_allgather(np.int32(len(results))))
@@ -75,7 +75,7 @@ def damaged(folder: "epath.Path") -> Iterator[str]:
     yield from results
 
 
-def _problem(form: tuple[int, int] | None, wanted: list[int]) -> str | None:
+def _difference(form: tuple[int, int] | None, wanted: list[int]) -> str | None:
     if form is None:
         return "is missing"
     if form[0] != wanted[0]:
@@ -83,7 +83,7 @@ def _problem(form: tuple[int, int] | None, wanted: list[int]) -> str | None:
     return "has other bytes than were written" if form[1] != wanted[1] else None
 
 
-def _read(folder: "epath.Path", name: str) -> dict[str, list[int]]:
+def _read_checksums(folder: "epath.Path", name: str) -> dict[str, list[int]]:
     result = json.loads((folder / name).read_text())
     if FORM not in result:
         raise ValueError(f"'{folder.name}/{name}' has no checksums of the form '{FORM}'")
@@ -103,7 +103,7 @@ def _files(folder: "epath.Path") -> list[str]:
     return sorted(files)
 
 
-def _sums(folder: "epath.Path", paths: Sequence[str]) -> list[tuple[int, int] | None]:
+def _checksums(folder: "epath.Path", paths: Sequence[str]) -> list[tuple[int, int] | None]:
     """Return (bytes, checksum) of each file, None for a missing one."""
     import xxhash  # an optional dependency; files.orbax raises if it is missing
 
@@ -136,11 +136,11 @@ def _hash(path: "epath.Path", start: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
         for _ in range(_BLOCK // _PIECE):
-            hasher.update(piece[: _fill(file, piece)])
+            hasher.update(piece[: _read_into(file, piece)])
     return hasher.digest()
 
 
-def _fill(file: BufferedIOBase, piece: memoryview) -> int:
+def _read_into(file: BufferedIOBase, piece: memoryview) -> int:
     """Read until the piece is full or the file ends, by as many reads as that takes."""
     count = 0
     while count < len(piece):

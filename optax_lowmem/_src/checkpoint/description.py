@@ -11,15 +11,15 @@ from optax_lowmem._src.core import context, trees
 
 FORMAT_VERSION = 3
 NAME = "optax_lowmem"
-Forms = dict[str, list[Any]]  # path -> [dtype, shape]
+DtypesAndShapes = dict[str, list[Any]]  # path -> [dtype, shape]
 
 
-_whole_name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")  # every key
+_full_path = functools.partial(jax.tree_util.keystr, simple=True, separator="/")  # every key
 
 
-def forms(tree: object) -> Forms:
+def dtypes_and_shapes(tree: object) -> DtypesAndShapes:
     """Return path -> [dtype, shape], in types of JSON, for every array of a tree."""
-    named = trees.named_leaves(tree, _whole_name)
+    named = trees.named_leaves(tree, _full_path)
     return {path: [str(leaf.dtype), list(leaf.shape)] for path, leaf in named}
 
 
@@ -61,17 +61,17 @@ def describe(
         name, of_leaf = decision.slot, slots.setdefault(decision.path, {})
         # `mu_1` if the leaf already has a `mu`
         same = sum(known == name or known.removeprefix(f"{name}_").isdigit() for known in of_leaf)
-        of_leaf[f"{name}_{same}" if same else name] = _described(decision)
+        of_leaf[f"{name}_{same}" if same else name] = _describe_slot(decision)
     return {
         "format": NAME,
         "version": FORMAT_VERSION,
-        "params": forms(params),
+        "params": dtypes_and_shapes(params),
         "slots": slots,
-        "state": forms(state),
+        "state": dtypes_and_shapes(state),
     }
 
 
-def _described(decision: context.Decision) -> dict[str, Any]:
+def _describe_slot(decision: context.Decision) -> dict[str, Any]:
     if decision.slot == "correction":
         return {"split": decision.form}
     results: dict[str, Any] = {"codec": None}
@@ -121,14 +121,14 @@ def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: op
 
 def compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise unless a checkpoint's description matches the description of what is expected."""
-    lacking = next(_lacking(saved, here), None)
+    lacking = next(_missing_entries(saved, here), None)
     if lacking is not None:
         raise ValueError(
             f"the description of the checkpoint lacks {lacking}, which is needed to read the "
             "arrays: it is damaged, or was not made by checkpoint.metadata. Restore another step "
             "or a copy."
         )
-    problems = list(_problems(saved, here))
+    problems = list(_differences(saved, here))
     if problems:
         more = f" ({len(problems) - 1} more like this)" if len(problems) > 1 else ""
         raise ValueError(problems[0] + more)
@@ -150,11 +150,11 @@ def check_version(saved: Mapping[str, Any]) -> None:
         )
 
 
-def _lacking(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+def _missing_entries(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
     """Yield the entries that a description lacks for arrays that an optimizer reads."""
     parts = ("params", "slots", "state")
     yield from (repr(part) for part in parts if not isinstance(saved.get(part), Mapping))
-    # if the trees differ, `_problems` reports that
+    # if the trees differ, `_differences` reports that
     same = all(dict(saved[part]) == here[part] for part in ("params", "state"))
     for path, of_leaf in here["slots"].items():
         stored = saved["slots"].get(path, {})
@@ -170,17 +170,17 @@ def _lacking(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]
             yield from (f"'{field}' of slot '{slot}' of '{path}'" for field in missing)
 
 
-def _problems(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
     """Yield messages on how a description differs from the expected one, most important first."""
     remedy = "Restore with the parameters that it was saved with."
-    yield from unlike("parameter", saved["params"], here["params"], remedy)
+    yield from array_differences("parameter", saved["params"], here["params"], remedy)
     for path, of_leaf in here["slots"].items():
         for slot, wanted in of_leaf.items():
             stored = saved["slots"].get(path, {}).get(slot)
-            if stored is not None and _kept(stored) != _kept(wanted):
+            if stored is not None and _without_rounding(stored) != _without_rounding(wanted):
                 yield (
-                    f"slot {slot} of '{path}' was saved as {_form_words(stored)}, and this "
-                    f"optimizer reads {_form_words(wanted)}, which would decode the same bytes to "
+                    f"slot {slot} of '{path}' was saved as {_slot_text(stored)}, and this "
+                    f"optimizer reads {_slot_text(wanted)}, which would decode the same bytes to "
                     f"other values. Restore with {_advice(slot, stored, wanted)} and, to change "
                     "the format, convert it: checkpoint.to_optax, then checkpoint.from_optax."
                 )
@@ -188,17 +188,19 @@ def _problems(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str
         "Restore with the optimizer that it was saved with, in pack_small_leaves if that was "
         "used. For the state of a plain optax optimizer, use checkpoint.from_optax."
     )
-    yield from unlike("state", saved["state"], here["state"], remedy)
+    yield from array_differences("state", saved["state"], here["state"], remedy)
 
 
-def unlike(what: str, saved: Forms, here: Forms, remedy: str) -> Iterator[str]:
+def array_differences(
+    what: str, saved: DtypesAndShapes, here: DtypesAndShapes, remedy: str
+) -> Iterator[str]:
     """Yield messages on how the saved arrays differ from the expected ones."""
     missing = [path for path in here if path not in saved]
     extra = [path for path in saved if path not in here]
     if missing or extra:
         yield (
-            f"the checkpoint has a different tree of {what} arrays: it lacks {_few(missing)}, and "
-            f"has {_few(extra)} in addition. {remedy}"
+            f"the checkpoint has a different tree of {what} arrays: it lacks "
+            f"{_first_paths(missing)}, and has {_first_paths(extra)} in addition. {remedy}"
         )
     for path, form in here.items():
         if path in saved and list(saved[path]) != form:
@@ -208,25 +210,25 @@ def unlike(what: str, saved: Forms, here: Forms, remedy: str) -> Iterator[str]:
             )
 
 
-def _few(paths: list[str]) -> str:
+def _first_paths(paths: list[str]) -> str:
     names = ", ".join(f"'{path}'" for path in paths[:3])
     return names + (f" and {len(paths) - 3} more" if len(paths) > 3 else "") or "nothing"
 
 
-def _kept(form: Mapping[str, Any]) -> dict[str, Any]:
+def _without_rounding(form: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in form.items() if key != "rounding"}
 
 
-def _form_words(form: Mapping[str, Any]) -> str:
+def _slot_text(form: Mapping[str, Any]) -> str:
     if "split" in form:
         return f"master weights split by {form['split']}" if form["split"] else "no correction"
-    each = _block_words(form["block"]) if form.get("block") else ""
+    each = _block_text(form["block"]) if form.get("block") else ""
     if form["codec"] is None:
         return "uncompressed numbers" + each
     return f"{form['codec']} in groups of {form['group_size']} with {form['scale']} scales" + each
 
 
-def _block_words(block: Mapping[str, Any]) -> str:
+def _block_text(block: Mapping[str, Any]) -> str:
     """Return as text which elements share a value."""
     axes, heads = block["axes"], block["heads"]
     if block.get("rows_and_columns"):
@@ -238,7 +240,7 @@ def _block_words(block: Mapping[str, Any]) -> str:
 
 def _advice(slot: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Return as text the settings that read what was saved."""
-    if {**_kept(stored), "block": None} == {**_kept(wanted), "block": None}:
+    if {**_without_rounding(stored), "block": None} == {**_without_rounding(wanted), "block": None}:
         return "the optimizer, and its blocks or min_dim_size_to_factor, that it was saved with"
     if "split" in stored:
         scheme, _, bits = (stored["split"] or "").partition("-")

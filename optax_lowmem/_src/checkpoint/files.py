@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from optax_lowmem._src.checkpoint import checksums
-from optax_lowmem._src.checkpoint.description import forms, unlike
+from optax_lowmem._src.checkpoint.description import array_differences, dtypes_and_shapes
 
 try:
     import fcntl
@@ -65,7 +65,7 @@ def absolute(path: StrPath) -> Any:
 
 def description(manager: "ocp.CheckpointManager", step: int) -> Mapping[str, Any]:
     """Read the description of a step's format."""
-    if DESCRIPTION in _stored(manager, step):
+    if DESCRIPTION in _item_metadata(manager, step):
         return read(manager, step, {DESCRIPTION: orbax().args.JsonRestore()})[DESCRIPTION]
     raise ValueError(
         f"step {step} in {manager.directory} has no description of its format, so it was not saved "
@@ -74,17 +74,17 @@ def description(manager: "ocp.CheckpointManager", step: int) -> Mapping[str, Any
     )
 
 
-def _stored(manager: "ocp.CheckpointManager", step: int) -> Any:
+def _item_metadata(manager: "ocp.CheckpointManager", step: int) -> Any:
     """Return Orbax's metadata of each item of a step, by name."""
-    with _reading(manager, step, (PARAMS, STATE, DESCRIPTION)):
+    with _explaining_errors(manager, step, (PARAMS, STATE, DESCRIPTION)):
         return manager.item_metadata(step)
 
 
-def check_sums(manager: "ocp.CheckpointManager", step: int) -> bool:
+def verify_checksums(manager: "ocp.CheckpointManager", step: int) -> bool:
     """Raise if a file differs from what was written; return whether every item has checksums."""
     items = [folders(manager)[step] / name for name in (PARAMS, STATE, DESCRIPTION)]
     items = [item for item in items if item.exists()]
-    with _reading(manager, step, [item.name for item in items]):
+    with _explaining_errors(manager, step, [item.name for item in items]):
         for problem in itertools.chain.from_iterable(map(checksums.damaged, items)):
             raise OSError(problem)
     return all((item / checksums.NAME).exists() for item in items)
@@ -165,7 +165,7 @@ def remove_temporary(path: StrPath) -> None:
 
 def check_arrays(manager: "ocp.CheckpointManager", step: int, wanted: Mapping[str, object]) -> None:
     """Raise if a stored array has another dtype or shape, which Orbax would cast or pad."""
-    result = _stored(manager, step)
+    result = _item_metadata(manager, step)
     for name, target in wanted.items():
         stored = getattr(result[name], "tree", result[name]) if name in result else None
         if stored is None:  # a manager without these handlers has no metadata
@@ -174,7 +174,9 @@ def check_arrays(manager: "ocp.CheckpointManager", step: int, wanted: Mapping[st
             lambda leaf: leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None, stored
         )
         remedy = "The files do not belong to the saved description: save the checkpoint again."
-        for problem in unlike(name, forms(arrays), forms(target), remedy):
+        for problem in array_differences(
+            name, dtypes_and_shapes(arrays), dtypes_and_shapes(target), remedy
+        ):
             raise ValueError(f"step {step} in {manager.directory}: {problem}")
 
 
@@ -182,13 +184,15 @@ def read(
     manager: "ocp.CheckpointManager", step: int, items: Mapping[str, object]
 ) -> dict[str, Any]:
     """Read items of a step, given their `ocp.args` by name."""
-    with _reading(manager, step, items):
+    with _explaining_errors(manager, step, items):
         result = manager.restore(step, args=orbax().args.Composite(**items))
         return jax.block_until_ready(dict(result.items()))
 
 
 @contextlib.contextmanager
-def _reading(manager: "ocp.CheckpointManager", step: int, items: Iterable[str]) -> Iterator[None]:
+def _explaining_errors(
+    manager: "ocp.CheckpointManager", step: int, items: Iterable[str]
+) -> Iterator[None]:
     """Raise errors of tensorstore, json or the file system as one that explains them."""
     try:
         yield
@@ -224,8 +228,8 @@ def handlers() -> Any:
       []
     """
     ocp = orbax()
-    arrays = type("Arrays", (_Summing, ocp.StandardCheckpointHandler), {})
-    json = type("Json", (_Summing, ocp.JsonCheckpointHandler), {})
+    arrays = type("Arrays", (_WritesChecksums, ocp.StandardCheckpointHandler), {})
+    json = type("Json", (_WritesChecksums, ocp.JsonCheckpointHandler), {})
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for item, handler, save, restore in (
         (PARAMS, arrays(), ocp.args.StandardSave, ocp.args.StandardRestore),
@@ -248,12 +252,12 @@ def open_manager(path: StrPath, **options: object) -> Iterator[Any]:
         yield manager
 
 
-class _Summing:
+class _WritesChecksums:
     """Mixin for a handler of Orbax: writes checksums before a step gets its final name."""
 
     async def async_save(self, directory: "epath.Path", *args: object, **kwargs: object) -> Any:
         futures = await super().async_save(directory, *args, **kwargs)  # type: ignore[misc]
-        return [_Summed(futures or [], directory)] if jax.process_count() > 1 else futures
+        return [_ChecksumFuture(futures or [], directory)] if jax.process_count() > 1 else futures
 
     def finalize(self, directory: "epath.Path") -> None:
         """Write the remaining checksums; Orbax calls this on one process after all have written."""
@@ -261,7 +265,7 @@ class _Summing:
         checksums.write_rest(directory)
 
 
-class _Summed:
+class _ChecksumFuture:
     """A future that is done when the files of this process and their checksums are written."""
 
     def __init__(self, futures: list[Any], directory: "epath.Path"):
@@ -270,7 +274,7 @@ class _Summed:
     def result(self, timeout: float | None = None) -> None:
         for future in self._futures:
             future.result(timeout)
-        checksums.write_own(self._directory)
+        checksums.write_of_process(self._directory)
 
     def cancel(self) -> None:
         for future in self._futures:

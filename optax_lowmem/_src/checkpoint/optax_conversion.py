@@ -55,7 +55,7 @@ def counterpart(
       ValueError: if `tx` does not reveal it, for example a closure of optax.
     """
     if isinstance(tx, EngineTransformation):
-        return _of_engine(tx.engine)
+        return _optax_optimizer_of(tx.engine)
     if isinstance(tx, Chain):
         return optax.chain(*(counterpart(link, params) for link in tx.links))
     state, decisions = context.dry_run(tx, params)
@@ -70,8 +70,8 @@ def counterpart(
     )
 
 
-def _of_engine(engine: Engine) -> optax.GradientTransformation:
-    make = _constructor(engine)
+def _optax_optimizer_of(engine: Engine) -> optax.GradientTransformation:
+    make = _optax_constructor(engine)
     if make is None:
         what = type(engine.rule).__name__ + ("" if engine.weights else " as a scale_by transform")
         raise ValueError(f"no optax optimizer is known to correspond to {what}. {GIVE_PLAIN}")
@@ -102,7 +102,7 @@ def counterpart_name(tx: optax.GradientTransformation) -> str:
     if isinstance(tx, Chain):
         ours = [link for link in tx.links if isinstance(link, EngineTransformation)]
         return counterpart_name(ours[0]) if len(ours) == 1 else _UNCOMPRESSED
-    make = _constructor(tx.engine) if isinstance(tx, EngineTransformation) else None
+    make = _optax_constructor(tx.engine) if isinstance(tx, EngineTransformation) else None
     name = name_of(make) if make else ""
     for module in (optax, optax.contrib):
         if name and hasattr(module, name):
@@ -110,9 +110,10 @@ def counterpart_name(tx: optax.GradientTransformation) -> str:
     return _UNCOMPRESSED
 
 
-def _constructor(engine: Engine) -> Constructor | None:
+def _optax_constructor(engine: Engine) -> Constructor | None:
     """Return the constructor of the optax optimizer with the state of an engine in f32."""
-    record = next((r for r in every_record() if type(r.rule) is type(engine.rule)), None)
+    alike = (r for r in every_record() if type(r.rule) is type(engine.rule))
+    record = next((r for r in alike if r.rule.slots == engine.rule.slots), None)
     if record is None:
         return None
     if not engine.weights:
@@ -153,7 +154,7 @@ class _Converter:
             convert = self._decoded_moments if self.to_optax else self._encoded_moments
             return convert(ours, theirs, record, where)
         if isinstance(ours, CompressedState):
-            self.decisions.code_outside(ours)
+            self.decisions.note_outer_codes(ours)
             compressed = self._decompressed if self.to_optax else self._compressed
             return compressed(ours, theirs, where)
         if kind == "SplitState":
@@ -162,34 +163,35 @@ class _Converter:
         if not trees.holds(ours, _is_ours):
             return self.same(ours, theirs, where)
         if trees.is_named_tuple(ours) and ours._fields == getattr(theirs, "_fields", None):
-            return self._fields(ours, theirs, where)
+            return self._convert_fields(ours, theirs, where)
         if type(ours) is tuple and type(theirs) is tuple and len(ours) <= len(theirs):
-            return self._parts(ours, theirs, where)
+            return self._convert_links(ours, theirs, where)
         named = type(ours) in trees.DICTS and type(theirs) is type(ours)
         if named and ours.keys() == theirs.keys():
             target, _ = self.choose(ours, theirs)  # the result has its order of keys
             return type(target)(
                 (k, self.walk(ours[k], theirs[k], f"{where}[{k!r}]")) for k in target
             )
-        raise _unlike(ours, theirs, where)
+        raise _mismatch(ours, theirs, where)
 
     def same(self, ours: optax.OptState, theirs: optax.OptState, where: str) -> Any:
         """Cast the arrays of one side to the dtypes of the other; both have the same tree."""
         target, source = self.choose(ours, theirs)
         wanted: Any = jax.tree.structure(target)
         if wanted != jax.tree.structure(source):
-            raise _unlike(ours, theirs, where)
+            raise _mismatch(ours, theirs, where)
 
         def leaf(like: jax.Array | jax.ShapeDtypeStruct, x: jax.Array) -> Any:
             if jnp.shape(like) != jnp.shape(x):
-                raise ValueError(f"{where}: {_forms(ours)} here, but {_forms(theirs)} in optax.")
+                here, there = map(_kinds_of_leaves, (ours, theirs))
+                raise ValueError(f"{where}: {here} here, but {there} in optax.")
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 return x
             return jnp.asarray(x, like.dtype)
 
         return jax.tree.map(leaf, target, source)
 
-    def _fields(self, ours: optax.OptState, theirs: optax.OptState, where: str) -> Any:
+    def _convert_fields(self, ours: optax.OptState, theirs: optax.OptState, where: str) -> Any:
         target, source = self.choose(ours, theirs)
         results = {}
         for name in ours._fields:
@@ -203,12 +205,14 @@ class _Converter:
                 results[name] = self.walk(*pair, f"{where}.{name}")
         return target._replace(**results)
 
-    def _parts(self, ours: tuple[Any, ...], theirs: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    def _convert_links(
+        self, ours: tuple[Any, ...], theirs: tuple[Any, ...], where: str
+    ) -> tuple[Any, ...]:
         """Convert the links of two chains; one of `ours` may correspond to several of `theirs`."""
         more = len(theirs) - len(ours)
         fused = [i for i, part in enumerate(ours) if record_of(part) is not None]
         if more and len(fused) != 1:
-            raise _unlike(ours, theirs, where)
+            raise _mismatch(ours, theirs, where)
         results: list[Any] = []
         rest = list(theirs)
         for index, part in enumerate(ours):
@@ -245,13 +249,14 @@ class _Converter:
         for slot, values in values_of.items():
             check_paths(slot, values, self.decisions.paths(slot), f"{where}.{slot}")
             stored, scales = getattr(ours, slot), getattr(ours, f"{slot}_scale")
-            take = functools.partial(self.decisions.take_inside, slot=slot)
-            fields[slot], fields[f"{slot}_scale"] = _encoded(
-                stored, scales, values, take, ours.seed, count, f"{where}.{slot}"
+            pop = functools.partial(self.decisions.pop_inside, slot=slot)
+            fields[slot], fields[f"{slot}_scale"] = _encode_slot(
+                stored, scales, values, pop, ours.seed, count, f"{where}.{slot}"
             )
         return ours._replace(**fields)
 
     def _compressed(self, ours: CompressedState, theirs: optax.OptState, where: str) -> Any:
+        """Convert a state of optax to a `CompressedState` like `ours`."""
         codes: dict[str, Any] = {}
 
         def f32_like(slot: str, name: str, stored: optax.Params) -> Any:
@@ -267,20 +272,20 @@ class _Converter:
             leaves = [values if jnp.ndim(scale) else leaf for leaf, values, scale in rows]
             return jax.tree.unflatten(jax.tree.structure(stored), leaves)
 
-        inner = self.walk(coded_slots(ours, ours.inner_state, f32_like), theirs, where)
+        inner = self.walk(map_coded_slots(ours, ours.inner_state, f32_like), theirs, where)
         counts = optax.tree.get_all_with_path(theirs, "count")
         count = jnp.asarray(counts[0][1] if counts else 0, jnp.int32)
         scales: dict[str, Any] = {}
 
         def encode(slot: str, name: str, values: optax.Params) -> Any:
-            take = functools.partial(self.decisions.take, slot=slot)
+            pop = functools.partial(self.decisions.pop, slot=slot)
             named = dict(trees.named_leaves(values))
-            result, scales[name] = _encoded(
-                codes[name], ours.scales[name], named, take, ours.seed, count, f"{where}.{slot}"
+            result, scales[name] = _encode_slot(
+                codes[name], ours.scales[name], named, pop, ours.seed, count, f"{where}.{slot}"
             )
             return result
 
-        return CompressedState(count, ours.seed, coded_slots(ours, inner, encode), scales)
+        return CompressedState(count, ours.seed, map_coded_slots(ours, inner, encode), scales)
 
     def _decoded_moments(
         self, ours: optax.OptState, theirs: optax.OptState, record: OptimizerRecord, where: str
@@ -289,8 +294,8 @@ class _Converter:
 
         def field_of(slot: str, like: optax.Params) -> Any:
             paths[slot] += [path for path, _ in trees.named_leaves(like)]
-            take = functools.partial(self.decisions.take_inside, slot=slot)
-            return _decoded(getattr(ours, slot), getattr(ours, f"{slot}_scale"), like, take)
+            pop = functools.partial(self.decisions.pop_inside, slot=slot)
+            return _decode_slot(getattr(ours, slot), getattr(ours, f"{slot}_scale"), like, pop)
 
         result = _map_moments(theirs, record, field_of, lambda _: jnp.asarray(ours.count), where)
         for slot, names in paths.items():
@@ -298,11 +303,15 @@ class _Converter:
         return result
 
     def _decompressed(self, ours: CompressedState, theirs: optax.OptState, where: str) -> Any:
-        def decode(slot: str, name: str, codes: optax.Params) -> Any:
-            take = functools.partial(self.decisions.take, slot=slot)
-            return _decoded(codes, ours.scales[name], self.decisions.values_of(slot, codes), take)
+        """Convert a `CompressedState` to a state of optax like `theirs`."""
 
-        return self.walk(coded_slots(ours, ours.inner_state, decode), theirs, where)
+        def decode(slot: str, name: str, codes: optax.Params) -> Any:
+            pop = functools.partial(self.decisions.pop, slot=slot)
+            return _decode_slot(
+                codes, ours.scales[name], self.decisions.values_of(slot, codes), pop
+            )
+
+        return self.walk(map_coded_slots(ours, ours.inner_state, decode), theirs, where)
 
 
 def _is_ours(node: object) -> bool:
@@ -397,11 +406,11 @@ def kinds(state: optax.OptState) -> str:
     return type(state).__name__
 
 
-def _forms(tree: object) -> str:
+def _kinds_of_leaves(tree: object) -> str:
     return ", ".join(kinds(leaf) for leaf in jax.tree.leaves(tree)[:4])
 
 
-def _unlike(ours: optax.OptState, theirs: optax.OptState, where: str) -> ValueError:
+def _mismatch(ours: optax.OptState, theirs: optax.OptState, where: str) -> ValueError:
     return ValueError(
         f"{where}: tx has the state {kinds(ours)} where the optax optimizer has {kinds(theirs)}, "
         "so the optimizers do not correspond. Build both from the same links and wrappers, such as "
@@ -417,25 +426,25 @@ _decode = jax.jit(group_codec.decode, static_argnames=("codec", "group_size", "l
 
 
 class Decisions:
-    """The decisions of an `init`, returned in the order in which `init` made them."""
+    """The decisions of an `init`: for each slot of each leaf a queue, in their order."""
 
     def __init__(self, decisions: list[context.Decision]):
         self._left: dict[tuple[str, str], list[context.Decision]] = collections.defaultdict(list)
         for decision in decisions:
             self._left[decision.path, decision.slot].append(decision)
         self._all = {(d.path, d.slot): d for d in decisions}
-        self._outside: set[tuple[str, str]] = set()
+        self._coded_outside: set[tuple[str, str]] = set()
 
-    def take(self, path: str, slot: str) -> context.Decision:
+    def pop(self, path: str, slot: str) -> context.Decision:
         """Return and remove the next decision for a leaf's slot."""
         return self._left[path, slot].pop(0)
 
-    def take_inside(self, path: str, slot: str) -> context.Decision:
-        """Return `take`, but f32 for a slot that a `CompressedState` around it quantizes."""
-        if (path, slot) in self._outside:
+    def pop_inside(self, path: str, slot: str) -> context.Decision:
+        """Return `pop`; f32 for a slot that an outer `CompressedState` quantizes."""
+        if (path, slot) in self._coded_outside:
             decision = self._all[path, slot]
             return dataclasses.replace(decision, form=None, codec=None, reason="coded outside")
-        return self.take(path, slot)
+        return self.pop(path, slot)
 
     def paths(self, slot: str) -> list[str]:
         """Return the paths of the leaves that have a slot."""
@@ -449,15 +458,15 @@ class Decisions:
         ]
         return jax.tree.unflatten(jax.tree.structure(codes), leaves)
 
-    def code_outside(self, state: CompressedState) -> None:
-        """Record that the quantized slots of this state are f32 to its inner states."""
+    def note_outer_codes(self, state: CompressedState) -> None:
+        """Record which slots this state quantizes: they are f32 in its inner states."""
 
         def visit(slot: str, name: str, codes: Any) -> Any:
             del name
-            self._outside.update((path, slot) for path, _ in trees.named_leaves(codes))
+            self._coded_outside.update((path, slot) for path, _ in trees.named_leaves(codes))
             return ()
 
-        coded_slots(state, state.inner_state, visit)
+        map_coded_slots(state, state.inner_state, visit)
 
 
 def encode_leaf(
@@ -501,7 +510,7 @@ def decode_leaf(
     return x
 
 
-def coded_slots(
+def map_coded_slots(
     state: CompressedState, inner: optax.OptState, function: Callable[[str, str, Any], Any]
 ) -> Any:
     """Replace the quantized slots of `inner`, a state like `state.inner_state`.
@@ -524,11 +533,11 @@ def coded_slots(
     return map_slots(visit, inner)
 
 
-def _encoded(
+def _encode_slot(
     stored: Any,
     scales: Any,
     values: Mapping[str, jax.Array],
-    take: Callable[[str], context.Decision],
+    pop: Callable[[str], context.Decision],
     seed: jax.Array,
     count: jax.Array,
     where: str,
@@ -539,7 +548,7 @@ def _encoded(
       stored: the slot; its leaves that are not in `values` are kept.
       scales: its scales.
       values: f32 values by path.
-      take: path -> how the optimizer stores the leaf.
+      pop: path -> how the optimizer stores the leaf.
       seed: the state's seed.
       count: number of steps so far.
       where: names the slot in errors.
@@ -552,7 +561,7 @@ def _encoded(
             pairs.append((leaf, scale))
             continue
         names = in_packs.get(path, [path])
-        decisions = [take(name) for name in names]
+        decisions = [pop(name) for name in names]
         for name, decision in zip(names, decisions, strict=True):
             if values[name].shape not in (decision.shape, decision.values_shape):
                 raise ValueError(
@@ -570,7 +579,9 @@ def _encoded(
     return codes, new_scales
 
 
-def _decoded(stored: Any, scales: Any, like: Any, take: Callable[[str], context.Decision]) -> Any:
+def _decode_slot(
+    stored: Any, scales: Any, like: Any, pop: Callable[[str], context.Decision]
+) -> Any:
     """Return the f32 values of a stored slot, in a tree like `like`, whose leaves may be fewer."""
     wanted = dict(trees.named_leaves(like))
     _, in_packs = packs.layout(stored)
@@ -578,7 +589,7 @@ def _decoded(stored: Any, scales: Any, like: Any, take: Callable[[str], context.
     rows = zip(trees.named_leaves(stored), jax.tree.leaves(scales), strict=True)
     for (path, leaf), scale in rows:
         if path in wanted:
-            decision, shape = take(path), wanted[path].shape
+            decision, shape = pop(path), wanted[path].shape
             if path in in_packs:
                 shape = (sum(math.prod(wanted[name].shape) for name in in_packs[path]),)
                 decision = dataclasses.replace(decision, shape=shape)

@@ -14,12 +14,12 @@ from jax.sharding import Sharding
 
 from optax_lowmem._src.checkpoint import checksums, files, objects
 from optax_lowmem._src.checkpoint.description import (
+    array_differences,
     check_version,
     compare,
     describe,
-    forms,
+    dtypes_and_shapes,
     metadata,
-    unlike,
 )
 from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE, StrPath, open_manager
 from optax_lowmem._src.core import context, host, trees
@@ -83,10 +83,12 @@ def targets(
       decisions: how the optimizer stores each slot.
     """
     here = replicated(params_like)
-    params = jax.tree.map(lambda p: _abstract(p, getattr(p, "sharding", None) or here), params_like)
+    params = jax.tree.map(
+        lambda p: _shape_with_sharding(p, getattr(p, "sharding", None) or here), params_like
+    )
     leaves, treedef = jax.tree.flatten(state_like)
     if shardings is None:
-        of_leaves = _as_parameters(params, state_like, here, decisions)
+        of_leaves = _shardings_like_parameters(params, state_like, here, decisions)
     else:
         of_leaves = trees.broadcast_prefix("the tree of shardings", shardings, state_like)
         for (path, _), sharding in zip(trees.named_leaves(state_like), of_leaves, strict=True):
@@ -95,15 +97,17 @@ def targets(
                     f"the sharding of state '{path}' is {sharding!r}: pass a jax.sharding.Sharding,"
                     " such as NamedSharding(mesh, spec)."
                 )
-    state = [_abstract(leaf, s) for leaf, s in zip(leaves, of_leaves, strict=True)]
+    state = [_shape_with_sharding(leaf, s) for leaf, s in zip(leaves, of_leaves, strict=True)]
     return params, jax.tree.unflatten(treedef, state)
 
 
-def _abstract(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
+def _shape_with_sharding(
+    leaf: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding
+) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=sharding)
 
 
-def _as_parameters(
+def _shardings_like_parameters(
     params: optax.Params,
     state: optax.OptState,
     here: Sharding,
@@ -174,7 +178,9 @@ def args(
     """
     ocp, state = files.orbax(), host.stacked(state)
     described = metadata(tx, params)
-    for problem in unlike("state", forms(state), described["state"], "Save what tx.init made."):
+    for problem in array_differences(
+        "state", dtypes_and_shapes(state), described["state"], "Save what tx.init made."
+    ):
         raise ValueError(f"the state is not one of this optimizer for these params: {problem}")
     trees = {PARAMS: packed(params), STATE: packed(state)}
     arrays = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree is not None}
@@ -231,11 +237,11 @@ def save(
       0
     """
     if not hasattr(tx, "init"):
-        found = objects.contents(tx, params)
-        tx, params, state = found.tx, found.params, found.state
-        step = int(found.count) if step is None else step
-    step = _whole("step", step, 0)
-    keep = None if keep is None else _whole("keep", keep, 1, "or None, which keeps all, ")
+        flax_objects = objects.contents(tx, params)
+        tx, params, state = flax_objects.tx, flax_objects.params, flax_objects.state
+        step = int(flax_objects.count) if step is None else step
+    step = _checked_integer("step", step, 0)
+    keep = None if keep is None else _checked_integer("keep", keep, 1, "or None, which keeps all, ")
     ocp = files.orbax()
     with objects.advising(params, state):
         items = args(tx, params, state)
@@ -269,7 +275,7 @@ def _save(path: StrPath, step: int, keep: int | None, items: Any) -> None:
             manager.delete(old)
 
 
-def _whole(name: str, value: Any, least: int, other: str = "") -> int:
+def _checked_integer(name: str, value: Any, least: int, other: str = "") -> int:
     """Return a number of steps as an int; raise unless it is an integer of at least `least`."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
@@ -340,14 +346,14 @@ def restore(
       >>> params["w"].dtype
       dtype(bfloat16)
     """
-    found = None
+    flax_objects = None
     if not hasattr(tx, "init"):
-        found = objects.contents(tx, params_like)
-        tx, params_like = found.tx, found.params
-        shardings = found.shardings if shardings is None else shardings
+        flax_objects = objects.contents(tx, params_like)
+        tx, params_like = flax_objects.tx, flax_objects.params
+        shardings = flax_objects.shardings if shardings is None else shardings
     with open_manager(path, create=False) as manager, objects.advising(params_like):
         result = restore_from(manager, tx, params_like, step=step, shardings=shardings)
-    return result if found is None else found.put(*result)
+    return result if flax_objects is None else flax_objects.put(*result)
 
 
 def restore_from(
@@ -374,19 +380,19 @@ def restore_from(
       ValueError: as in `restore`.
     """
     ocp = files.orbax()
-    there = files.steps(manager)
-    step = max(there, default=None) if step is None else _whole("step", step, 0)
-    if step not in there:
+    complete = files.steps(manager)
+    step = max(complete, default=None) if step is None else _checked_integer("step", step, 0)
+    if step not in complete:
         which = "" if step is None else f" of step {step}"
         raise ValueError(
             f"{manager.directory} has no complete checkpoint{which}; it has the steps "
-            f"{sorted(there)}."
+            f"{sorted(complete)}."
         )
     assert step is not None
-    summed = files.check_sums(manager, step)
+    has_checksums = files.verify_checksums(manager, step)
     saved = files.description(manager, step)
     check_version(saved)
-    if "checksums" in saved and not summed:
+    if "checksums" in saved and not has_checksums:
         raise ValueError(
             f"step {step} in {manager.directory} was saved with checksums, but files "
             f"'{checksums.NAME}' are missing: restore another step or a copy."

@@ -274,12 +274,12 @@ class GroupCodec(ShowsChanges, abc.ABC):
     ) -> tuple[jax.Array, jax.Array]:
         """Return codes [..., groups, lanes] and stored scales [..., groups] of a group view."""
         stored, divisor = self.measure(x)
-        return self.quantize(x, _of_elements(divisor), uniforms), stored
+        return self.quantize(x, _per_element(divisor), uniforms), stored
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Return f32 values [..., groups, lanes] of codes and stored scales [..., groups]."""
-        return self.dequantize(codes, _of_elements(self.units(scales)))
+        return self.dequantize(codes, _per_element(self.units(scales)))
 
 
-def _of_elements(of_groups: Any) -> Any:
+def _per_element(of_groups: Any) -> Any:
     return jax.tree.map(lambda x: x[..., None], of_groups)

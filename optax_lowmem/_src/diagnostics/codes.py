@@ -92,7 +92,7 @@ def code_shares(
                     f"two states here have a slot '{slot}' of '{path}': pass only one of them."
                 )
             if scales is not None and scales.dtype != jnp.uint32:
-                shares.setdefault(slot, {})[path] = _shares(codes)
+                shares.setdefault(slot, {})[path] = _code_shares(codes)
     return shares
 
 
@@ -125,7 +125,7 @@ def _check_layout(slot: str, path: str, codes: jax.Array, scales: jax.Array | No
     )
 
 
-def _shares(codes: jax.Array) -> CodeShares:
+def _code_shares(codes: jax.Array) -> CodeShares:
     unsigned = codes.dtype == jnp.uint8
     magnitude = jnp.abs(codes.astype(jnp.int32))
 

@@ -138,7 +138,9 @@ def linear_cross_entropy(
         soft_cap = _option("soft_cap", soft_cap, float, "a number")
     if chunk_tokens is not None:
         chunk_tokens = _option("chunk_tokens", chunk_tokens, operator.index, "an int")
-    _check(hidden, head, labels, weights, reduction, vocab_axis, z_loss, soft_cap, chunk_tokens)
+    _check_arguments(
+        hidden, head, labels, weights, reduction, vocab_axis, z_loss, soft_cap, chunk_tokens
+    )
     _check_products(hidden, head, products, precision)
     layout = _layout(hidden, head, labels, mesh, specs, vocab_axis)
     if weights is not None:
@@ -151,9 +153,9 @@ def linear_cross_entropy(
     loss = _Loss(*static)
     hidden, head, labels, weights = varying.alike(hidden, head, labels, weights)
     if reduction == "none":
-        losses = _each(loss, hidden, head, labels)
+        losses = _losses(loss, hidden, head, labels)
         return losses if weights is None else _without_masked(losses, weights) * weights
-    total = _total(loss, hidden, head, labels, weights)
+    total = _loss_sum(loss, hidden, head, labels, weights)
     if reduction == "sum":
         return total
     if weights is None:
@@ -162,7 +164,7 @@ def linear_cross_entropy(
     return total / jnp.where(of_all == 0, jnp.ones_like(of_all), of_all)
 
 
-def _check(
+def _check_arguments(
     hidden: jax.Array,
     head: jax.Array,
     labels: jax.Array,
@@ -177,10 +179,10 @@ def _check(
     if vocab_axis not in (0, 1):
         raise ValueError(f"vocab_axis must be 0 or 1, an axis of the head, got {vocab_axis!r}")
     if head.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != head.shape[1 - vocab_axis]:
-        wanted = "[vocab, width]" if vocab_axis == 0 else "[width, vocab]"
+        shape = "[vocab, width]" if vocab_axis == 0 else "[width, vocab]"
         raise ValueError(
             f"hidden{list(hidden.shape)} and head{list(head.shape)}: with vocab_axis={vocab_axis} "
-            f"pass [..., width] and {wanted}"
+            f"pass [..., width] and {shape}"
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"labels must be integers, got {labels.dtype}")
@@ -323,8 +325,8 @@ class _Loss:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """Which gradients are requested."""
+class _Needed:
+    """Which gradients are needed; false if none are."""
 
     hidden: bool = False
     head: bool = False
@@ -377,50 +379,52 @@ def _layout(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _each(loss: _Loss, hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    return _sweep(loss, _Wanted(), hidden, head, labels, None)[0]
+def _losses(loss: _Loss, hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return the loss of each token."""
+    return _sweep(loss, _Needed(), hidden, head, labels, None)[0]
 
 
-def _each_forward(
+def _losses_forward(
     loss: _Loss, hidden: Primal, head: Primal, labels: Primal
 ) -> tuple[jax.Array, Any]:
     given = hidden.value, head.value, labels.value
-    return _each(loss, *given), (_Wanted(hidden.perturbed, head.perturbed), *given)
+    return _losses(loss, *given), (_Needed(hidden.perturbed, head.perturbed), *given)
 
 
-def _each_backward(loss: _Loss, saved: Any, g: Any) -> tuple[Any, ...]:
-    wanted, hidden, head, labels = saved
-    if _is_zero(g) or not wanted:
+def _losses_backward(loss: _Loss, saved: Any, g: Any) -> tuple[Any, ...]:
+    needed, hidden, head, labels = saved
+    if _is_zero(g) or not needed:
         return None, None, None
-    _, of_hidden, of_head = _sweep(loss, wanted, hidden, head, labels, g)
+    _, of_hidden, of_head = _sweep(loss, needed, hidden, head, labels, g)
     return of_hidden, None if of_head is None else of_head.astype(head.dtype), None
 
 
-_each.defvjp(_each_forward, _each_backward, symbolic_zeros=True)
+_losses.defvjp(_losses_forward, _losses_backward, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _total(
+def _loss_sum(
     loss: _Loss, hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array | None
 ) -> jax.Array:
-    losses = _sweep(loss, _Wanted(), hidden, head, labels, None)[0]
+    """Return the weighted sum of the losses; its forward pass computes the gradients too."""
+    losses = _sweep(loss, _Needed(), hidden, head, labels, None)[0]
     return losses.sum() if weights is None else (_without_masked(losses, weights) * weights).sum()
 
 
-def _total_forward(
+def _sum_forward(
     loss: _Loss, hidden: Primal, head: Primal, labels: Primal, weights: Primal | None
 ) -> tuple[jax.Array, Any]:
-    wanted = _Wanted(hidden.perturbed, head.perturbed)
+    needed = _Needed(hidden.perturbed, head.perturbed)
     given = hidden.value, head.value, labels.value
     if weights is None:
-        losses, *gradients = _sweep(loss, wanted, *given, None)
+        losses, *gradients = _sweep(loss, needed, *given, None)
         return losses.sum(), (*gradients, None)
-    losses, *gradients = _sweep(loss, wanted, *given, weights.value)
+    losses, *gradients = _sweep(loss, needed, *given, weights.value)
     losses = _without_masked(losses, weights.value)
     return (losses * weights.value).sum(), (*gradients, losses if weights.perturbed else None)
 
 
-def _total_backward(loss: _Loss, saved: Any, g: Any) -> tuple[Any, ...]:
+def _sum_backward(loss: _Loss, saved: Any, g: Any) -> tuple[Any, ...]:
     if _is_zero(g):
         return None, None, None, None
     of_hidden, of_head, of_weights = saved
@@ -433,7 +437,7 @@ def _total_backward(loss: _Loss, saved: Any, g: Any) -> tuple[Any, ...]:
     return of_hidden, of_head, None, of_weights
 
 
-_total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
+_loss_sum.defvjp(_sum_forward, _sum_backward, symbolic_zeros=True)
 
 
 def _is_zero(g: object) -> bool:
@@ -450,52 +454,53 @@ def _without_masked(losses: jax.Array, weights: jax.Array) -> jax.Array:
 Gradients = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
-def _sweep(loss: _Loss, wanted: _Wanted, *given: Any) -> Gradients:
+def _sweep(loss: _Loss, needed: _Needed, *given: Any) -> Gradients:
     """Return losses per token, and the gradients of their sum, weighted by `scale` [...] (None: 1).
 
-    The gradient of hidden is in its dtype, the head's in f32. `given`: as of `_of_devices`.
+    The gradient of hidden is in its dtype, the head's in f32. `given`: see `_sweep_devices`.
     """
-    return (_sweep_once if loss.in_fp8 else _of_devices)(loss, wanted, *given)
+    return (_sweep_once if loss.in_fp8 else _sweep_devices)(loss, needed, *given)
 
 
-def _of_devices(
+def _sweep_devices(
     loss: _Loss,
-    wanted: _Wanted,
+    needed: _Needed,
     hidden: jax.Array,
     head: jax.Array,
     labels: jax.Array,
     scale: jax.Array | None,
 ) -> Gradients:
+    """Return `_sweep` from one device, or from those of the mesh."""
     layout = loss.layout
     if layout is None:
-        return _of_device(loss, wanted, hidden, head, labels, scale)
+        return _sweep_device(loss, needed, hidden, head, labels, scale)
     of_tokens, of_hidden, of_head = layout.of_tokens, layout.of_hidden, layout.of_head()
     result = layout.of_head(layout.width if layout.scattered else ())
     losses, for_hidden, for_head = jax.shard_map(
-        partial(_of_mesh, loss, wanted),
+        partial(_sweep_shard, loss, needed),
         mesh=layout.mesh,
         in_specs=(of_hidden, of_head, of_tokens, None if scale is None else of_tokens),
         out_specs=(
-            of_tokens, of_hidden if wanted.hidden else None, result if wanted.head else None
+            of_tokens, of_hidden if needed.hidden else None, result if needed.head else None
         ),
         axis_names=layout.manual,
     )(hidden, layout.gathered(head), labels, scale)  # fmt: skip
     return losses, for_hidden, None if for_head is None else layout.as_head(for_head)
 
 
-def _refuse(loss: _Loss, *more: Any) -> Any:
+def _refuse_derivative(loss: _Loss, *more: Any) -> Any:
     raise TypeError(
         f"the gradients of linear_cross_entropy with products={loss.products!r} have no "
         "derivative: rounding has none. For second derivatives use products='input'"
     )
 
 
-_sweep_once = numerics.first_order_only(_of_devices, static=2, refuse=_refuse)
+_sweep_once = numerics.first_order_only(_sweep_devices, static=2, refuse=_refuse_derivative)
 
 
-def _of_mesh(loss: _Loss, wanted: _Wanted, *given: Any) -> Gradients:
+def _sweep_shard(loss: _Loss, needed: _Needed, *given: Any) -> Gradients:
     """Process one device's tokens and sum the head's gradient over the devices of the batch."""
-    losses, of_hidden, of_head = _of_device(loss, wanted, *given)
+    losses, of_hidden, of_head = _sweep_device(loss, needed, *given)
     layout = loss.layout
     assert layout is not None
     if of_head is not None:
@@ -509,9 +514,9 @@ def _of_mesh(loss: _Loss, wanted: _Wanted, *given: Any) -> Gradients:
     return losses, of_hidden, of_head
 
 
-def _of_device(
+def _sweep_device(
     loss: _Loss,
-    wanted: _Wanted,
+    needed: _Needed,
     hidden: jax.Array,
     head: jax.Array,
     labels: jax.Array,
@@ -523,31 +528,31 @@ def _of_device(
     if not lead or math.prod(lead[:-1]) > limit:  # one token of each row exceeds the limit
         flat = (hidden.reshape(-1, hidden.shape[-1]), head, labels.reshape(-1))
         flat_scale = None if scale is None else scale.reshape(-1)
-        losses, of_hidden, of_head = _of_device(loss, wanted, *flat, flat_scale)
+        losses, of_hidden, of_head = _sweep_device(loss, needed, *flat, flat_scale)
         of_hidden = None if of_hidden is None else of_hidden.reshape(hidden.shape)
         return losses.reshape(lead), of_hidden, of_head
     codes = None
     if loss.in_fp8:
-        needed = (loss.products == FP8, wanted.hidden)
-        codes = quantize_head(head, loss.vocab_axis, loss.vocab_axes, *needed)
+        uses = (loss.products == FP8, needed.hidden)
+        codes = quantize_head(head, loss.vocab_axis, loss.vocab_axes, *uses)
     transposed = loss.in_fp8 and loss.vocab_axis == 1  # the head's gradient of a chunk
     # cut the last axis of tokens, so that each device of a mesh has rows of every chunk
     number, length = chunks(lead, limit)
     if number == 1:
-        losses, of_hidden, of_head = _chunk(loss, wanted, hidden, head, codes, labels, scale)
+        losses, of_hidden, of_head = _chunk(loss, needed, hidden, head, codes, labels, scale)
         return losses, of_hidden, of_head.T if of_head is not None and transposed else of_head
-    if number * length > lead[-1] and wanted and scale is None:
+    if number * length > lead[-1] and needed and scale is None:
         scale = jnp.ones(lead, jnp.float32)  # `_cut` pads it with 0
     axis = labels.ndim - 1
     given = [None if x is None else _cut(x, axis, number, length) for x in (hidden, labels, scale)]
 
     def body(total: Any, chunk: tuple[Any, ...]) -> tuple[Any, Any]:
         h, y, s = chunk
-        losses, of_hidden, of_head = _chunk(loss, wanted, h, head, codes, y, s)
+        losses, of_hidden, of_head = _chunk(loss, needed, h, head, codes, y, s)
         return None if of_head is None else total + of_head, (losses, of_hidden)
 
     zeros = None
-    if wanted.head:
+    if needed.head:
         zeros = jnp.zeros(head.shape[::-1] if transposed else head.shape, f32_or_more(hidden, head))
         zeros = varying.over(zeros, varying.axes_of(hidden, head, labels, scale))
     of_head, (losses, of_hidden) = lax.scan(body, zeros, tuple(given))
@@ -592,7 +597,7 @@ def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
 
 def _chunk(
     loss: _Loss,
-    wanted: _Wanted,
+    needed: _Needed,
     hidden: jax.Array,
     head: jax.Array,
     codes: HeadCodes | None,
@@ -626,7 +631,7 @@ def _chunk(
     if loss.z_loss:
         losses += loss.z_loss * jnp.square(log_sum)
     losses = jnp.where(is_token, losses, jnp.nan)
-    if not wanted:
+    if not needed:
         return losses, None, None
 
     gradient = jnp.exp(logits - log_sum[..., None])
@@ -639,8 +644,8 @@ def _chunk(
     times = jnp.where(is_token | (times == 0), times, jnp.nan)[..., None]
     g = products.operand(jnp.where(times == 0, 0, gradient * times))
     for_hidden = for_head = None
-    if wanted.hidden:
+    if needed.hidden:
         for_hidden = over_vocab(products.for_hidden(g)).astype(hidden.dtype)
-    if wanted.head:
+    if needed.head:
         for_head = products.for_head(g, None if scale is None else scale == 0)
     return losses, for_hidden, for_head

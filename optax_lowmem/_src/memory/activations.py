@@ -145,7 +145,7 @@ def activation_report(
     counts = [len(jax.tree.leaves(arg)) for arg in args]
     is_weight = [n in numbers for n, count in enumerate(counts) for _ in range(count)]
     names = [jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(args)]
-    return ActivationReport(tuple(_kept(traced, is_weight, names)), unit)
+    return ActivationReport(tuple(_saved_arrays(traced, is_weight, names)), unit)
 
 
 # ---- arrays that a traced backward function needs ------------------------------------------------
@@ -171,7 +171,7 @@ class _Frame:
     ):
         self.jaxpr, self.parent, self.eqn = jaxpr, parent, eqn
         self.makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-        self.active = _flow(jaxpr, active)
+        self.active = _depends_on(jaxpr, active)
         self.inner: dict[int, _Frame] = {}
 
     def depends(self, atom: Atom) -> bool:
@@ -198,7 +198,7 @@ def _called(eqn: JaxprEqn) -> Jaxpr | None:
     return None
 
 
-def _flow(jaxpr: Jaxpr, active: Sequence[bool]) -> dict[Var, bool]:
+def _depends_on(jaxpr: Jaxpr, active: Sequence[bool]) -> dict[Var, bool]:
     """Return for each variable whether it depends on the active inputs."""
     result = dict(zip(jaxpr.invars, active, strict=True))
     for eqn in jaxpr.eqns:
@@ -207,23 +207,23 @@ def _flow(jaxpr: Jaxpr, active: Sequence[bool]) -> dict[Var, bool]:
         if inner is None:
             results = [any(given)] * len(eqn.outvars)
         elif eqn.primitive.name == "scan":
-            results = _flow_of_scan(eqn, inner, given)
+            results = _dependent_scan_results(eqn, inner, given)
         else:
-            results = _results(inner, given)
+            results = _dependent_results(inner, given)
         result |= dict(zip(eqn.outvars, results, strict=True))
     return result
 
 
-def _results(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
-    result = _flow(jaxpr, given)
+def _dependent_results(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
+    result = _depends_on(jaxpr, given)
     return [isinstance(atom, Var) and result.get(atom, False) for atom in jaxpr.outvars]
 
 
-def _flow_of_scan(eqn: JaxprEqn, inner: Jaxpr, given: list[bool]) -> list[bool]:
+def _dependent_scan_results(eqn: JaxprEqn, inner: Jaxpr, given: list[bool]) -> list[bool]:
     """Return which results of a scan depend on active operands, once the carry is stable."""
     first, carries = scan_counts(eqn, inner)
     while True:
-        results = _results(inner, given)
+        results = _dependent_results(inner, given)
         carry = slice(first, first + carries)
         carried = [a or b for a, b in zip(given[carry], results[:carries], strict=True)]
         if carried == given[carry]:
@@ -234,7 +234,9 @@ def _flow_of_scan(eqn: JaxprEqn, inner: Jaxpr, given: list[bool]) -> list[bool]:
 # ---- what made an array --------------------------------------------------------------------------
 
 
-def _kept(traced: ClosedJaxpr, is_weight: Sequence[bool], names: Sequence[str]) -> Iterator[Saved]:
+def _saved_arrays(
+    traced: ClosedJaxpr, is_weight: Sequence[bool], names: Sequence[str]
+) -> Iterator[Saved]:
     """Yield the arrays that are the results of a jaxpr, or of which these are views, each once.
 
     Args:
@@ -255,14 +257,14 @@ def _kept(traced: ClosedJaxpr, is_weight: Sequence[bool], names: Sequence[str]) 
         eqn = frame.makers.get(var)
         if eqn is None:
             if var in arguments:
-                yield _saved(var, f"argument {arguments[var]}", _ARGUMENT, weights)
+                yield _make_saved(var, f"argument {arguments[var]}", _ARGUMENT, weights)
             else:
-                yield _saved(var, "constant", "constant", weights)
+                yield _make_saved(var, "constant", "constant", weights)
         else:
-            yield _saved(var, *_label(frame, var), weights)
+            yield _make_saved(var, *_label(frame, var), weights)
 
 
-def _saved(var: Var, operation: str, what: str, weights: bool) -> Saved:
+def _make_saved(var: Var, operation: str, what: str, weights: bool) -> Saved:
     shape, dtype = tuple(_aval(var).shape), _aval(var).dtype
     return Saved(operation, what, shape, dtype, _bytes(var), weights)
 

@@ -56,7 +56,7 @@ class Report:
 
     def __str__(self) -> str:
         """Return a table by slot, the comparison, and the uncompressed leaves with reasons."""
-        return "\n".join([*self._table(), *self._compared(), *self._kept()])
+        return "\n".join([*self._table(), *self._comparison_line(), *self._uncompressed_lines()])
 
     def _table(self) -> Iterator[str]:
         plain = self.baseline if self.counterpart is None else None
@@ -73,14 +73,14 @@ class Report:
         size = named.get(name, 0)
         return f"{size / UNITS[unit]:>{width}.3f}{size / max(self.parameters, 1):>13.4f}"
 
-    def _compared(self) -> Iterator[str]:
+    def _comparison_line(self) -> Iterator[str]:
         if self.baseline is None or self.counterpart is None:
             return
         unit = unit_of(max(self.total_bytes, self.baseline.total_bytes))
         ours, plain = (r.total_bytes / UNITS[unit] for r in (self, self.baseline))
         yield f"{ours:.3f} {unit}; {self.counterpart} on f32 weights: {plain:.3f} {unit}"
 
-    def _kept(self) -> Iterator[str]:
+    def _uncompressed_lines(self) -> Iterator[str]:
         kept: dict[str, list[str]] = defaultdict(list)
         for path, slots in self.reasons.items():
             for slot, reason in slots.items():

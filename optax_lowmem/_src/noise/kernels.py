@@ -143,14 +143,14 @@ def sample_plain(
     Returns:
       w + R scale, rounded to the format; scale = max |w| factor, f32, per block.
     """
-    masters = numerics.widen(w) if correction is None else _joined(w, correction)
+    masters = numerics.widen(w) if correction is None else _master_weight(w, correction)
     scale = absmax(masters) * factor
     r = noise_of_plain(key, w.shape, noise)
     sampled = perturb(masters, scale, r)
     return cast(sampled, to, dtype), scale
 
 
-def _joined(w: jax.Array, correction: jax.Array) -> jax.Array:
+def _master_weight(w: jax.Array, correction: jax.Array) -> jax.Array:
     return split_of(correction.dtype).join(w, correction)
 
 

@@ -76,9 +76,9 @@ class GaussWSLinear(nnx.Linear):
         self.noise, self.compute = noise, compute
         self.seed, self.path, self.deterministic = seed, path, deterministic
         drawn = jax.random.bits(rngs.params(), (), jnp.uint32) if seed is None else seed
-        self._add_noise(jnp.uint32(drawn))
+        self._init_noise_state(jnp.uint32(drawn))
 
-    def _add_noise(self, seed: jax.Array) -> None:
+    def _init_noise_state(self, seed: jax.Array) -> None:
         shape = self.kernel.shape
         self.bits = nnx.Param(jnp.ones(block_shape(shape), jnp.float32))
         self.noise_seed = NoiseSeed(seed)
@@ -92,7 +92,7 @@ class GaussWSLinear(nnx.Linear):
         if stack:
             layers = jnp.arange(math.prod(stack), dtype=jnp.uint32).reshape(stack)
             seed = random.mix(seed + layers)
-        self._add_noise(seed)
+        self._init_noise_state(seed)
 
     # variables that the layer replaced by `convert` need not have
     added = ("bits", "noise_seed", "noise_step")

@@ -88,7 +88,7 @@ class Noisy:
         clean = array_metadata.like(
             params,
             [
-                self._clean(path, trees.with_values(leaf)) if sampled else none
+                self._initial_clean(path, trees.with_values(leaf)) if sampled else none
                 for (path, leaf), sampled, none in rows
             ],
         )
@@ -120,7 +120,8 @@ class Noisy:
                 context.record(context.Decision(path, FIELD, self.noise.name, words))
         return chosen
 
-    def _clean(self, path: str, leaf: jax.Array) -> jax.Array:
+    def _initial_clean(self, path: str, leaf: jax.Array) -> jax.Array:
+        """Return the clean weight to store, from the f32 original if `lowmem.init` has it."""
         original = context.provided_original(path)
         if self.clean_dtype is None or jnp.dtype(leaf.dtype) == self.clean_dtype:
             # copy, unless the loss gets another array: the parameter's buffer must not be shared
@@ -228,7 +229,7 @@ class Noisy:
         trees.check_state(state, GaussWSState)
         of_leaves = trees.match("gradient", gradients, params)
         rows = self._leaves(params, state)
-        count, bits, bits_state = self._learn(rows, of_leaves, state, params, factor)
+        count, bits, bits_state = self._update_bits(rows, of_leaves, state, params, factor)
         chosen = [row.sampled for row in rows]
         given = gradients
         if not isinstance(self.inner, EngineTransformation) and not hasattr(self.inner, "links"):
@@ -250,6 +251,7 @@ class Noisy:
         return new, state
 
     def _leaves(self, params: optax.Params, state: GaussWSState) -> list[_Leaf]:
+        """Pair each parameter with its arrays in the state; raise if these do not fit."""
         leaves = trees.named_leaves(params)
         columns = [jax.tree.leaves(tree) for tree in (state.clean, state.bits, state.scale)]
         if any(len(column) != len(leaves) for column in columns):
@@ -272,7 +274,7 @@ class Noisy:
             rows.append(_Leaf(path, sampled, leaf, *stored))
         return rows
 
-    def _learn(
+    def _update_bits(
         self,
         rows: list[_Leaf],
         gradients: list[jax.Array],
@@ -282,13 +284,13 @@ class Noisy:
     ) -> tuple[jax.Array, Any, Any]:
         """Return the new count, b_i and state of the bits' optimizer (equations 3, 9 and 10)."""
         run = _bits_gradients if context.step_arguments().placements else compiled(_bits_gradients)
-        small = [row._replace(param=None, clean=None) for row in rows]
+        rows = [row._replace(param=None, clean=None) for row in rows]  # not needed
         span = self.bits_init, self.bits_target
-        result = run(
-            self.noise, span, self.bits_loss, small, gradients, state.seed, state.count, factor
+        of_bits = run(
+            self.noise, span, self.bits_loss, rows, gradients, state.seed, state.count, factor
         )
-        given = array_metadata.like(params, result, state.bits)
-        steps, bits_state = self.bits_optimizer.update(given, state.bits_state, state.bits)
+        of_bits = array_metadata.like(params, of_bits, state.bits)
+        steps, bits_state = self.bits_optimizer.update(of_bits, state.bits_state, state.bits)
         bits = optax.apply_updates(state.bits, steps)
         return optax.safe_increment(state.count), bits, bits_state
 
@@ -474,9 +476,9 @@ def gaussws_noise(
     if bits_optimizer is None:
         bits_optimizer = optax.adamw(1e-3, weight_decay=0.1)
     work = Noisy(
-        trees.wrapped(inner), parts, _bits("bits_init", bits_init),
-        _bits("bits_target", bits_target), trees.wrapped(bits_optimizer), bits_loss,
-        noise_named(noise), _scaled(compute),
+        trees.wrapped(inner), parts, _checked_bits("bits_init", bits_init),
+        _checked_bits("bits_target", bits_target), trees.wrapped(bits_optimizer), bits_loss,
+        noise_named(noise), _scaled_format(compute),
         None if clean_dtype is None else jnp.dtype(clean_dtype), seed,
     )  # fmt: skip
     chooser(parts)
@@ -485,13 +487,13 @@ def gaussws_noise(
     return sampler
 
 
-def _bits(name: str, value: float) -> float:
+def _checked_bits(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -100 < value < 100:
         raise ValueError(f"{name} must be a number of bits known when tracing, got {value!r}")
     return float(value)
 
 
-def _scaled(compute: str | None) -> formats.Scaled | None:
+def _scaled_format(compute: str | None) -> formats.Scaled | None:
     result = None if compute is None else formats.format_of(compute)
     if result is not None and not isinstance(result, formats.Scaled):
         names = [n for n, f in formats.FORMATS.items() if isinstance(f, formats.Scaled)]

@@ -139,7 +139,8 @@ def unpack(words: jax.Array, rows: int | None = None) -> jax.Array:
 # ---- equation 1 ----------------------------------------------------------------------------------
 
 
-def _check_bits(w: jax.Array, bits: ArrayLike) -> jax.Array:
+def _bits_per_block(w: jax.Array, bits: ArrayLike) -> jax.Array:
+    """Check a weight and its bitwidths; return one bitwidth per block, f32."""
     kernels.check_matrix("a sampled weight", w)
     if w.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"a sampled weight is float32, bfloat16 or float16, not {w.dtype}")
@@ -182,7 +183,7 @@ def perturb(w: jax.Array, bits: ArrayLike, r: jax.Array) -> jax.Array:
       >>> float(gaussws.perturb(jnp.full((2, 2), 0.5), 3.0, jnp.ones((2, 2)))[0, 0])
       0.625
     """
-    bits = _check_bits(w, bits)
+    bits = _bits_per_block(w, bits)
     if jnp.shape(r) != w.shape:
         raise ValueError(f"R has shape {jnp.shape(r)}, the weight {w.shape}")
     wide = numerics.widen(w)
@@ -233,7 +234,7 @@ def sample(
       >>> sorted(set(sampled.ravel().tolist()))
       [0.75, 0.875, 1.0, 1.125, 1.25]
     """
-    bits = _check_bits(w, bits)
+    bits = _bits_per_block(w, bits)
     return _sample(noise_named(noise), formats.format_of(compute), w, bits, as_key(key))
 
 

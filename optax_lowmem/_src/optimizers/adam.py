@@ -106,10 +106,10 @@ def adam_moments(
     check_range("eps", eps, 0.0)
     check_range("eps_root", eps_root, 0.0)
 
-    return Formula(_moments, (b1, b2, eps, eps_root, nesterov))
+    return Formula(_hyperparameters_at, (b1, b2, eps, eps_root, nesterov))
 
 
-def _moments(
+def _hyperparameters_at(
     b1: Scalar,
     b2: ScalarOrSchedule,
     eps: Scalar,

@@ -68,9 +68,11 @@ class Factorable:
 
     def infer(self, params: optax.Params) -> dict[str, Block]:
         """Return the factored axes of each leaf, or a block for each element."""
-        return {path: self._of(tuple(leaf.shape)) for path, leaf in trees.named_leaves(params)}
+        return {
+            path: self._block_of(tuple(leaf.shape)) for path, leaf in trees.named_leaves(params)
+        }
 
-    def _of(self, shape: tuple[int, ...]) -> Block:
+    def _block_of(self, shape: tuple[int, ...]) -> Block:
         least, each = self.min_dim_size_to_factor or _LEAST, "a value per element"
         if len(shape) < 2:
             return Block(description=each, reason="it has no rows and columns")

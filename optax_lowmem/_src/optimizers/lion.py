@@ -61,14 +61,14 @@ class LionRule(UpdateRule):
         return self._direction(interpolated), {"mu": h["b2"] * mu + h["one_minus_b2"] * g}
 
 
-def _moments(b1: Scalar, b2: Scalar) -> Formula:
+def _formula(b1: Scalar, b2: Scalar) -> Formula:
     check_range("b1", b1, 0.0, 1.0)
     check_range("b2", b2, 0.0, 1.0)
 
-    return Formula(_of_step, (b1, b2))
+    return Formula(_hyperparameters_at, (b1, b2))
 
 
-def _of_step(b1: Scalar, b2: Scalar, count: jax.Array) -> dict[str, jax.Array]:
+def _hyperparameters_at(b1: Scalar, b2: Scalar, count: jax.Array) -> dict[str, jax.Array]:
     del count
     return {
         "b1": as_f32("b1", b1),
@@ -112,7 +112,7 @@ def scale_by_flash_lion(
             "optax.inject_hyperparams, list it in static_args, or use lowmem.inject_hyperparams."
         )
     rule = LionRule(mode, float(smooth_beta) if mode == "smooth" else 1.0)
-    return direction(rule, _moments(b1, b2), storage, {"mu": mu_dtype})
+    return direction(rule, _formula(b1, b2), storage, {"mu": mu_dtype})
 
 
 @with_common_arguments
@@ -158,7 +158,7 @@ def flash_lion(
     """
     return optimizer(
         LionRule(),
-        _moments(b1, b2),
+        _formula(b1, b2),
         learning_rate,
         storage,
         weight_decay=weight_decay,

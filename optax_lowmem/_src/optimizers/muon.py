@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -155,12 +155,14 @@ class MuonRule(UpdateRule):
     of_matrix: OrthogonalRule = OrthogonalRule()
     rest: AdamRule = AdamRule(nesterov=True)
 
-    slots: ClassVar[tuple[Slot, ...]] = (
-        Slot("mu", signed=True),
-        Slot("nu", signed=False, skips_matrices=True),
-    )
     state_type = FlashMuonState
     prepares = "matrices"
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The moments; matrices have no second one unless their rule `normalizes`."""
+        nu = Slot("nu", signed=False, skips_matrices=not self.of_matrix.normalizes)
+        return Slot("mu", signed=True), nu
 
     def for_leaf(self, matrices: Matrices | None) -> UpdateRule:
         """Return the rule for a leaf; `matrices` is None if it is not a matrix."""
@@ -185,7 +187,7 @@ class MuonRule(UpdateRule):
         )
 
 
-def _of_step(
+def _hyperparameters_at(
     beta: Scalar,
     eps: Scalar,
     nesterov: bool,
@@ -358,10 +360,11 @@ def flash_muon(
     `polar_express`, or more than five iterations, once per two or three of them). A NaN or infinity
     in a matrix makes that matrix NaN, and no other.
 
-    Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes for matrices, 5.19 for other leaves. A step
-    also needs room for one stack of matrices of equal shape, of up to 2^23 elements (or one larger
-    matrix), and for its products. On a mesh the whole matrices of a stack are distributed over the
-    devices: they are moved once before the iterations, and once after.
+    Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes for matrices, 5.19 for other leaves, and 4
+    bytes per output of a matrix with `normuon_b2`: 0.002 per parameter if it has 2,048 inputs. A
+    step also needs room for one stack of matrices of equal shape, of up to 2^23 elements (or one
+    larger matrix), and for its products. On a mesh the whole matrices of a stack are distributed
+    over the devices: they are moved once before the iterations, and once after.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -403,7 +406,10 @@ def flash_muon(
             ),  # fmt: skip
             AdamRule(nesterov=nesterov, eps_root_is_zero=is_zero(adam_eps_root)),
         ),
-        Formula(_of_step, (beta, eps, nesterov, consistent_rms, normuon_b2, adam, rate, decay)),
+        Formula(
+            _hyperparameters_at,
+            (beta, eps, nesterov, consistent_rms, normuon_b2, adam, rate, decay),
+        ),
         learning_rate,
         storage,
         weight_decay=weight_decay,

@@ -97,7 +97,9 @@ def optimizer(
             at_count(name, value, count) if callable(value) else value
             for name, value in given.items()
         )
-        return Formula(_of_step, (moments, lr, decay, peak, coupled, rate_in_rule))(count)
+        return Formula(_hyperparameters_at, (moments, lr, decay, peak, coupled, rate_in_rule))(
+            count
+        )
 
     return Engine(
         rule=rule,
@@ -111,7 +113,7 @@ def optimizer(
     ).transformation()
 
 
-def _of_step(
+def _hyperparameters_at(
     moments: Formula,
     learning_rate: Scalar,
     weight_decay: Scalar | None,

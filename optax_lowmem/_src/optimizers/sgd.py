@@ -63,7 +63,7 @@ class MomentumRule(UpdateRule):
         return {**h, "momentum": kept, "share": jnp.float32(1 / every)}
 
 
-def _nothing(count: jax.Array) -> dict[str, jax.Array]:
+def _no_hyperparameters(count: jax.Array) -> dict[str, jax.Array]:
     del count
     return {}
 
@@ -83,12 +83,12 @@ class GradientRule(UpdateRule):
         return g, {}
 
 
-def _moments(momentum: Scalar) -> Formula:
+def _formula(momentum: Scalar) -> Formula:
     check_range("momentum", momentum, 0.0, 1.0)
-    return Formula(_of_step, (momentum,))
+    return Formula(_hyperparameters_at, (momentum,))
 
 
-def _of_step(momentum: Scalar, count: jax.Array) -> dict[str, jax.Array]:
+def _hyperparameters_at(momentum: Scalar, count: jax.Array) -> dict[str, jax.Array]:
     del count
     return {"momentum": as_f32("momentum", momentum)}
 
@@ -113,7 +113,7 @@ def flash_trace(
       >>> tx = optax.chain(lowmem.flash_trace(0.9), optax.scale(-0.1))
     """
     rule = MomentumRule(nesterov)
-    return direction(rule, _moments(decay), storage, {"mu": accumulator_dtype})
+    return direction(rule, _formula(decay), storage, {"mu": accumulator_dtype})
 
 
 @with_common_arguments
@@ -168,7 +168,7 @@ def flash_sgd(
     if decouple_lr is not False and not decoupled:
         raise ValueError("decouple_lr needs decoupled weight decay: also pass decoupled=True")
     rule: UpdateRule = GradientRule() if momentum is None else MomentumRule(nesterov)
-    moments = Formula(_nothing) if momentum is None else _moments(momentum)
+    moments = Formula(_no_hyperparameters) if momentum is None else _formula(momentum)
     return optimizer(
         rule,
         moments,

@@ -43,12 +43,14 @@ class StableAdamRule(AdamRule):
         return UpdateRule.accumulating(self, h, first, every)
 
 
-def _moments(b1: Scalar, b2: ScalarOrSchedule, eps: Scalar, threshold: Scalar) -> Formula:
+def _formula(b1: Scalar, b2: ScalarOrSchedule, eps: Scalar, threshold: Scalar) -> Formula:
     check_threshold(threshold)
-    return Formula(_of_step, (adam_moments(b1, b2, eps, 0.0, nesterov=False), eps, threshold))
+    return Formula(
+        _hyperparameters_at, (adam_moments(b1, b2, eps, 0.0, nesterov=False), eps, threshold)
+    )
 
 
-def _of_step(
+def _hyperparameters_at(
     moments: Formula, eps: Scalar, threshold: Scalar, count: jax.Array
 ) -> dict[str, jax.Array]:
     clipping = {"raw_eps": as_f32("eps", eps), "threshold": as_f32("threshold", threshold)}
@@ -113,7 +115,7 @@ def stable_adamw(
     """
     return optimizer(
         StableAdamRule(),
-        _moments(b1, b2, eps, threshold),
+        _formula(b1, b2, eps, threshold),
         learning_rate,
         storage,
         weight_decay=weight_decay,

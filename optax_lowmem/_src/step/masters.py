@@ -50,12 +50,7 @@ def join_masters(params: optax.Params, correction: optax.Params) -> optax.Params
 
 def splits_masters(tx: optax.GradientTransformation, params: optax.Params) -> bool:
     """Return whether a transformation splits the master weights of some leaf."""
-    return bool(split_paths(tx, params))
-
-
-def split_paths(tx: optax.GradientTransformation, params: optax.Params) -> set[str]:
-    """Return the paths of the leaves whose master weights a transformation splits."""
-    return _decided(tx, params, "correction")
+    return bool(_decided(tx, params, "correction"))
 
 
 def adds_noise(tx: optax.GradientTransformation, params: optax.Params) -> bool:

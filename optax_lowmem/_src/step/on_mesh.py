@@ -107,7 +107,10 @@ def fused_updates(
             dataclasses.replace(plan, shape=place.local(plan.shape))
             for plan, place in zip(batch.plans, places, strict=True)
         ]
-        keys = [_part_key(*row) for row in zip(local, places, part.keys, strict=True)]
+        keys = [
+            random.key_of_part(key, *place.starts(plan.part_sizes(place.parts(-1) > 1)))
+            for plan, place, key in zip(local, places, part.keys, strict=True)
+        ]
         return step(dataclasses.replace(part, plans=tuple(local), keys=jnp.stack(keys)))
 
     results = on_each_device(
@@ -118,11 +121,6 @@ def fused_updates(
         likes = [batch.leaf(i).result_like for i in range(len(batch.plans))]
         results = [reshard_like(one, like) for one, like in zip(results, likes, strict=True)]
     return results
-
-
-def _part_key(plan: LeafPlan, place: Placement, key: jax.Array) -> jax.Array:
-    """Return the key of this device's shard."""
-    return random.key_of_part(key, *place.starts(plan.part_sizes(place.parts(-1) > 1)))
 
 
 # ---- by XLA's partitioner ------------------------------------------------------------------------

@@ -97,10 +97,6 @@ class _BlockRule(UpdateRule):
         return operands[OF_BLOCK], new
 
 
-def _of_blocks(plan: LeafPlan) -> LeafPlan:
-    return dataclasses.replace(plan.blockwise_plan, path=f"{plan.path} (means over blocks)")
-
-
 def _prepare_blocks(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
@@ -118,8 +114,12 @@ def _prepare_blocks(
     flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in blockwise]
     # the means already include the gradient scale
     h = {name: value for name, value in h.items() if name != "gradient_scale"}
+    named = [
+        dataclasses.replace(plan.blockwise_plan, path=f"{plan.path} (means over blocks)")
+        for plan in plans
+    ]
     of_blocks = LeafBatch(
-        tuple(map(_of_blocks, plans)), [mean.reshape(-1) for mean in means],
+        tuple(named), [mean.reshape(-1) for mean in means],
         [None] * len(plans), flat, h, [{}] * len(plans), keys, numbers, implementation,
     )  # fmt: skip
     with context.stepping(placements=None):  # those are of leaves, not of blocks

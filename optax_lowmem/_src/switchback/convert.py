@@ -56,7 +56,7 @@ def convert(model: nnx.Module | linen.Module, where: Where = "*", to: To | None 
         chosen = where
     else:
         part = isinstance(where, str) and where in PARTS
-        chosen = _Where(where if part else (where,) if isinstance(where, str) else tuple(where))
+        chosen = _Selection(where if part else (where,) if isinstance(where, str) else tuple(where))
     if isinstance(model, nnx.Module):
         return _convert_nnx(model, chosen, to)
     if isinstance(model, linen.Module):
@@ -64,12 +64,12 @@ def convert(model: nnx.Module | linen.Module, where: Where = "*", to: To | None 
         names = [f.name for f in dataclasses.fields(model) if f.init]
         fields = {n: getattr(model, n) for n in names if n not in ("parent", "name")}
         base: Any = type(model)
-        return _converted(base, chosen, to)(**fields)
+        return _converting_class(base, chosen, to)(**fields)
     raise TypeError(f"convert takes a Flax module (NNX or Linen), got {type(model).__name__}")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Where:
+class _Selection:
     """Select layers by patterns of their paths, or by the name of a part of a transformer."""
 
     where: Any  # the name of a part, or patterns
@@ -80,7 +80,7 @@ class _Where:
         return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.where)
 
 
-def _nothing(paths: Iterable[str]) -> ValueError:
+def _no_match(paths: Iterable[str]) -> ValueError:
     known = ", ".join(f"'{path}'" for path in list(paths)[:6]) or "none"
     return ValueError(f"no dense layer matches `where`; dense layers: {known}")
 
@@ -105,17 +105,17 @@ def _is_class(to: To) -> bool:
 
 
 # arguments for which a partial given as `to` overrides the replaced layer
-_COMPUTING = ("dtype", "precision", "promote_dtype", "preferred_element_type")
+_ARGUMENTS_OF_CALL = ("dtype", "precision", "promote_dtype", "preferred_element_type")
 
 
-def _given(layer: object, names: Iterable[str], to: To) -> dict[str, Any]:
+def _arguments_of(layer: object, names: Iterable[str], to: To) -> dict[str, Any]:
     """Return a layer's arguments for its replacement, except those that a partial overrides."""
     overridden = to.keywords if isinstance(to, functools.partial) else ()
-    free = [name for name in _COMPUTING if name in overridden]
+    free = [name for name in _ARGUMENTS_OF_CALL if name in overridden]
     return {name: getattr(layer, name) for name in names if name not in free}
 
 
-def _refuse(path: str, layer: object, to: To) -> TypeError:
+def _overrides_call(path: str, layer: object, to: To) -> TypeError:
     return TypeError(
         f"'{path}' is a {type(layer).__name__}, which overrides __call__, as "
         f"{_class_of(to).__name__} does: leave it out of `where`, or pass a dot_general as `to`."
@@ -124,7 +124,7 @@ def _refuse(path: str, layer: object, to: To) -> TypeError:
 
 # ---- NNX -----------------------------------------------------------------------------------------
 
-_OF_LINEAR = ("use_bias", "param_dtype", *_COMPUTING)
+_OF_LINEAR = ("use_bias", "param_dtype", *_ARGUMENTS_OF_CALL)
 
 
 def _convert_nnx(model: nnx.Module, chosen: Chooser, to: To) -> nnx.Module:
@@ -136,12 +136,12 @@ def _convert_nnx(model: nnx.Module, chosen: Chooser, to: To) -> nnx.Module:
         for path, layer in nnx.iter_modules(model)
         if isinstance(layer, kinds)
     }
-    mine = {path: layer for path, layer in layers.items() if chosen(path, layer)}
-    if not mine:
-        raise _nothing(layers)
-    for path, layer in mine.items():
+    chosen_layers = {path: layer for path, layer in layers.items() if chosen(path, layer)}
+    if not chosen_layers:
+        raise _no_match(layers)
+    for path, layer in chosen_layers.items():
         if _is_class(to):
-            _become(path, layer, to)
+            _replace_class(path, layer, to)
         else:
             layer.dot_general = to
             if isinstance(layer, nnx.LinearGeneral):
@@ -149,9 +149,9 @@ def _convert_nnx(model: nnx.Module, chosen: Chooser, to: To) -> nnx.Module:
     return model
 
 
-def _become(path: str, layer: Any, to: To) -> None:
+def _replace_class(path: str, layer: Any, to: To) -> None:
     """Change a layer's class in place, so that every reference to the layer sees the change."""
-    size, given = (layer.in_features, layer.out_features), _given(layer, _OF_LINEAR, to)
+    size, given = (layer.in_features, layer.out_features), _arguments_of(layer, _OF_LINEAR, to)
     like = nnx.eval_shape(lambda: to(*size, rngs=nnx.Rngs(0), **given))
     variables = {name for name, value in vars(like).items() if isinstance(value, nnx.Variable)}
     variables -= set(getattr(type(like), "added", ()))
@@ -162,7 +162,7 @@ def _become(path: str, layer: Any, to: To) -> None:
     if type(layer).__call__ is nnx.Linear.__call__:
         layer.__class__ = type(like)
     elif type(like).__call__ is not nnx.Linear.__call__:
-        raise _refuse(path, layer, to)
+        raise _overrides_call(path, layer, to)
     for name, value in vars(like).items():
         if not name.startswith("_") and name not in ("kernel", "bias"):
             setattr(layer, name, value)
@@ -178,7 +178,7 @@ _running: contextvars.ContextVar[tuple[type, ...]] = contextvars.ContextVar("run
 
 
 @functools.lru_cache(128)  # equal conversions give the same class, and so compile once
-def _converted(base: type[linen.Module], chosen: Chooser, to: To) -> Any:
+def _converting_class(base: type[linen.Module], chosen: Chooser, to: To) -> Any:
     """Return a subclass whose `init` and `apply` replace the chosen layers, at the same paths."""
     kinds = (linen.Dense,) if _is_class(to) else (linen.Dense, linen.DenseGeneral)
 
@@ -211,7 +211,7 @@ def _converted(base: type[linen.Module], chosen: Chooser, to: To) -> Any:
             finally:
                 _running.reset(token)
             if kwargs.get("method") is None and not any(seen.values()):
-                raise _nothing(list(seen))
+                raise _no_match(list(seen))
             return result
 
         return run
@@ -242,14 +242,14 @@ def _call_as(
     """Return the call of a layer's replacement, in the same scope and so with its parameters."""
     others: dict[str, Any] = {"dot_general": to, "dot_general_cls": None}
     if _is_class(to):
-        twin = to(**_given(layer, _OF_DENSE, to), parent=None)
+        twin = to(**_arguments_of(layer, _OF_DENSE, to), parent=None)
         if type(twin).__call__ is not linen.Dense.__call__:  # differs in more than dot_general
             if type(layer).__call__ is not linen.Dense.__call__:
-                raise _refuse(path, layer, to)
+                raise _overrides_call(path, layer, to)
             twin = twin.clone(parent=layer.scope)
             object.__setattr__(twin, _TAKEN, True)
             return twin
-        names = (*_COMPUTING, *others)
+        names = (*_ARGUMENTS_OF_CALL, *others)
         others = {name: getattr(twin, name) for name in names if name in _DENSE}
 
     others[_TAKEN] = True

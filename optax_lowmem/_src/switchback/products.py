@@ -74,18 +74,18 @@ class ProductSettings:
     sharding: Any = None
 
 
-def _operand(x: jax.Array, per: str, to: Format, summed: tuple[int, ...]) -> Quantized:
+def _quantized_operand(x: jax.Array, per: str, to: Format, summed: tuple[int, ...]) -> Quantized:
     return quantize(x, None if per == TENSOR else summed, to)
 
 
-def _refuse(settings: ProductSettings, primals: object, tangents: object) -> Any:
+def _refuse_derivative(settings: ProductSettings, primals: object, tangents: object) -> Any:
     raise TypeError(
         "the gradients of a quantized product have no derivative: rounding has none. For second "
         'derivatives (Hessians, meta-learning) use variant="standard" in these layers.'
     )
 
 
-_once = partial(numerics.first_order_only, refuse=_refuse)
+_first_order_only = partial(numerics.first_order_only, refuse=_refuse_derivative)
 
 
 def matmul(settings: ProductSettings, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -108,17 +108,17 @@ def _forward(settings: ProductSettings, x: jax.Array, w: jax.Array) -> tuple[jax
     return y, (codes if settings.variant.saves_codes else x, w)
 
 
-@_once
+@_first_order_only
 def _output(settings: ProductSettings, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Quantized]:
     per, last = settings.variant.forward, x.ndim - 1
-    codes = _operand(x, per[0], settings.forward, (last,))
+    codes = _quantized_operand(x, per[0], settings.forward, (last,))
     # 8-bit products of GPUs contract the last axis of both operands
     of_w = quantize_transposed(w, None if per[1] == TENSOR else 0, settings.forward)
     y = multiply(codes, of_w, 1, settings.result or x.dtype, sharding=settings.sharding)
     return y, codes
 
 
-@_once
+@_first_order_only
 def _gradients(
     settings: ProductSettings, x: jax.Array | Quantized, w: jax.Array, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -128,16 +128,16 @@ def _gradients(
     if isinstance(x, Quantized):
         x = (x.codes.astype(jnp.float32) * x.scales).astype(w.dtype)
     per_g, per_w = variant.input_gradient
-    codes = _operand(g, per_g, settings.gradient, (last,))
-    weights = _operand(w, per_w, settings.forward, (1,))
+    codes = _quantized_operand(g, per_g, settings.gradient, (last,))
+    weights = _quantized_operand(w, per_w, settings.forward, (1,))
     dx = multiply(codes, weights, 1, w.dtype, sharding=of_x)
     if variant.weight_gradient is None:
         dims = ((rows, rows), ((), ()))
         g = g.astype(w.dtype)
         return dx, lax.dot_general(x, g, dims, settings.precision, out_sharding=of_w)
     per_x, per_g = variant.weight_gradient
-    codes = _operand(x, per_x, settings.forward, rows)
-    gradients = _operand(g, per_g, settings.gradient, rows)
+    codes = _quantized_operand(x, per_x, settings.forward, rows)
+    gradients = _quantized_operand(g, per_g, settings.gradient, rows)
     return dx, multiply(codes, gradients, last, w.dtype, transposed=True, sharding=of_w)
 
 

@@ -89,7 +89,7 @@ def compress_state(
 # ---- FlashOptim's two moment codecs, as wrappers of a transformation or as links of a chain ------
 
 
-def _of_moment(moment: int, codec: GroupCodec | str | None) -> Select:
+def _select_moment(moment: int, codec: GroupCodec | str | None) -> Select:
     chosen = "int8" if codec is None else codec
     codec_of("codec", chosen, signed=False)
     return lambda field, known: chosen if known.moment == moment else None
@@ -134,7 +134,7 @@ def compand_momentum(
     """
     if _is_decay(inner):
         inner = optax.ema(inner, debias=False)
-    select = _of_moment(1, codec)
+    select = _select_moment(1, codec)
     return _compressed(inner, select, (), group_size, rounding, seed, policy, update_dtype)
 
 
@@ -170,5 +170,5 @@ def sqrt_variance_quant(
     """
     if _is_decay(inner):
         inner = optax.scale_by_rms(inner)
-    select = _of_moment(2, codec)
+    select = _select_moment(2, codec)
     return _compressed(inner, select, (), group_size, rounding, seed, policy, update_dtype)

@@ -79,7 +79,7 @@ def _is_code(leaf: jax.Array) -> bool:
     return leaf.dtype in (jnp.int8, jnp.uint8)
 
 
-def _forms(scales: Mapping[str, Any]) -> dict[tuple[str, str], tuple[Any, Any]]:
+def _shapes_and_dtypes(scales: Mapping[str, Any]) -> dict[tuple[str, str], tuple[Any, Any]]:
     """Return {(key of the scales, path): (shape, dtype)}."""
     return {
         (name, path): (jnp.shape(leaf), jnp.dtype(leaf.dtype))
@@ -104,6 +104,7 @@ def _encoded(
     seed: jax.Array,
     count: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
+    """Encode a leaf of a slot, `flattened` if its codec groups it as one vector."""
     key = random.named_key(seed, count, name) if stochastic else None
     values = _shaped(leaf, (leaf.size,), None) if flattened else leaf
     codes, scales = group_codec.encode(codec, values, group_size, key, _DRAWN_AS.get(slot, slot))
@@ -118,13 +119,14 @@ def _decoded(
     length: int,
     group_size: int,
 ) -> jax.Array:
+    """Undo `_encoded`."""
     # XLA instead of a kernel: it is fused into the inner update, and f32 values are never stored
     rows = _shaped(codes, (codes.size,), None) if flattened else codes
     values = group_codec.decode(codec, rows, scales, group_size, length, implementation="xla")
     return _shaped(values, codes.shape, sharding_of(codes)) if flattened else values
 
 
-def _constants(
+def _encoded_constants(
     rows: list[tuple[GroupCodec | None, jax.Array, jnp.dtype, jax.Array]], group_size: int
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Return codes and scales of constant slots, with the sharding of their weights.
@@ -317,7 +319,7 @@ class Compressor:
           blocks: the `Block`s of block-wise slots by (path, slot), for the decisions of `init`.
         """
         masked, shapes, slots = self._masked(params), _shapes(params), self._slots(state)
-        stored = {key for key, (shape, _) in _forms(before).items() if shape}
+        stored = {key for key, (shape, _) in _shapes_and_dtypes(before).items() if shape}
         leaves, rows = [], []
         for slot in slots:
             for path, leaf in trees.named_leaves(slot.tree):
@@ -435,7 +437,7 @@ class Compressor:
     def _start(
         self, params: optax.Params, first: bool = False
     ) -> tuple[Any, dict[tuple[str, str], Block]]:
-        """Return the inner state, and the `Block`s of its block-wise slots by (path, slot).
+        """Return the initial inner state, and the `Block`s of its block-wise slots by (path, slot).
 
         With `first`, record the decisions of the inner `init`, except those about slots that are
         compressed here. `init` calls this several times, but records decisions only once.
@@ -483,7 +485,11 @@ class Compressor:
             weight = weights[path]
             compressed = self._decide(slot, path, leaf, jnp.shape(weight), path in masked)
             rows.append((slot.codec if compressed else None, one, leaf.dtype, weight))
-        spread = compiled(_constants) if is_free([row[-1] for row in rows]) else _constants
+        spread = (
+            compiled(_encoded_constants)
+            if is_free([row[-1] for row in rows])
+            else _encoded_constants
+        )
         inner, scales = self._stored(small, slots, spread(rows, self.group_size))
         others = jax.tree.leaves(self._without_slots(abstract))
         if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in others):
@@ -521,7 +527,7 @@ class Compressor:
         count = optax.safe_increment(state.count)
         reference = updates if params is None else params
         inner, scales = self._encode(inner, reference, state.seed, count, state.scales)
-        old, after = _forms(state.scales), _forms(scales)
+        old, after = _shapes_and_dtypes(state.scales), _shapes_and_dtypes(scales)
         for name, path in old.keys() | after.keys():
             if old.get((name, path)) != after.get((name, path)):
                 raise ValueError(

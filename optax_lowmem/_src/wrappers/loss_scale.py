@@ -45,7 +45,7 @@ class _Unscaler:
             jnp.where(ok, step, jnp.zeros_like(step))
             for ok, step in zip(finite, jax.tree.leaves(steps), strict=True)
         ]
-        marks = jax.tree.leaves(self._marks(after, array_metadata.like(updates, finite)))
+        marks = jax.tree.leaves(self._finite_per_leaf(after, array_metadata.like(updates, finite)))
         rows = zip(marks, jax.tree.leaves(after), after_def.flatten_up_to(state), strict=True)
         kept = [new if ok is True else jnp.where(ok, new, old) for ok, new, old in rows]
         kept = trees.keep_dtypes(state, after_def.unflatten(kept), updates)
@@ -59,10 +59,10 @@ class _Unscaler:
                 "would keep its sum while the micro-batches are still counted: put it outside, "
                 "accumulate_gradients(per_tensor_loss_scale(tx, scale), ...)."
             )
-        self._marks(state, params)
+        self._finite_per_leaf(state, params)
         return state
 
-    def _marks(self, state: optax.OptState, finite: object) -> object:
+    def _finite_per_leaf(self, state: optax.OptState, finite: object) -> object:
         """Return `finite` of each state leaf's tensor, or True for leaves that have no tensor."""
         try:
             return optax.tree.map_params(

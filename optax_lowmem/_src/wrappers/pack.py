@@ -20,7 +20,7 @@ from optax_lowmem._src.step.engine import Engine, EngineTransformation
 
 
 @dataclasses.dataclass(frozen=True)
-class _Decided(Policy):
+class _PolicyOfPacks(Policy):
     """A policy that repeats for each pack the decisions of `original` about its leaves."""
 
     original: Policy = Policy()  # noqa: RUF009 (frozen)
@@ -51,15 +51,15 @@ class PackedEngine(Engine):
 
     def init(self, params: optax.Params) -> Any:
         """Return the state of the packed tree; record decisions for the unpacked leaves."""
-        plans, decisions = self._decided(params)
+        plans, decisions = self._plans_and_decisions(params)
         packs = self._packs(plans)
         warn_of_patterns(self.storage.policy, params)
-        _check_whole(params, packs)
+        _check_not_sharded(params, packs)
         with context.absorbing() as of_packed, context.joining(packs, packing.join):
-            state = self._of_packs(packs, params, plans, decisions).init(
+            state = self._engine_of_packs(packs, params, plans, decisions).init(
                 packing.pack(params, packs)
             )
-        for decision in _of_leaves(plans, packs, decisions, of_packed):
+        for decision in _decisions_of_leaves(plans, packs, decisions, of_packed):
             context.record(decision)
         return state
 
@@ -78,10 +78,12 @@ class PackedEngine(Engine):
         like = updates if params is None else params
         gradients = trees.match("gradient", updates, like)
         trees.check_same_parameters(names, like)
-        plans, decisions = self._decided(trees.widened(updates) if params is None else params)
+        plans, decisions = self._plans_and_decisions(
+            trees.widened(updates) if params is None else params
+        )
         _check_alike(packs, plans)
-        _check_whole(like, packs)
-        engine = self._of_packs(packs, like, plans, decisions)
+        _check_not_sharded(like, packs)
+        engine = self._engine_of_packs(packs, like, plans, decisions)
         weights = None if params is None else packing.pack(params, packs)
         with context.stepping(placements=_placements(names, packs)), context.emitting() as emitted:
             outcome, state = engine.run(packing.pack(updates, packs), state, weights, **options)
@@ -97,7 +99,9 @@ class PackedEngine(Engine):
                 context.emit(name, result)
         return treedef.unflatten(results), state
 
-    def _decided(self, params: optax.Params) -> tuple[list[LeafPlan], list[context.Decision]]:
+    def _plans_and_decisions(
+        self, params: optax.Params
+    ) -> tuple[list[LeafPlan], list[context.Decision]]:
         """Return plans and decisions for the unpacked leaves, to which masks and policies apply."""
         with context.recording() as decisions:
             plans = self.plans(params)
@@ -111,7 +115,7 @@ class PackedEngine(Engine):
                 alike[plan.shapeless].append(plan.path)
         return {leaves[0]: leaves for leaves in alike.values() if len(leaves) > 1}
 
-    def _of_packs(
+    def _engine_of_packs(
         self,
         packs: Packs,
         like: optax.Params,
@@ -129,8 +133,8 @@ class PackedEngine(Engine):
             treedef: Any = jax.tree.structure(tree)
             return treedef.unflatten([decays[name] for name, _ in trees.named_leaves(tree)])
 
-        policy = _Decided(original=self.storage.policy, reasons=reasons, masked=masked)
-        fields = _fields(self) | {
+        policy = _PolicyOfPacks(original=self.storage.policy, reasons=reasons, masked=masked)
+        fields = _fields_of(self) | {
             "storage": dataclasses.replace(self.storage, policy=policy),
             "decay_mask": mask,
         }
@@ -142,11 +146,11 @@ class PackedEngine(Engine):
         return getattr(state, slots[0] if slots else "correction")
 
 
-def _fields(engine: Engine) -> dict[str, Any]:
+def _fields_of(engine: Engine) -> dict[str, Any]:
     return {field.name: getattr(engine, field.name) for field in dataclasses.fields(Engine)}
 
 
-def _of_leaves(
+def _decisions_of_leaves(
     plans: list[LeafPlan],
     packs: Packs,
     decisions: list[context.Decision],
@@ -188,7 +192,7 @@ def _check_alike(packs: Packs, plans: list[LeafPlan]) -> None:
                 )
 
 
-def _check_whole(params: optax.Params, packs: Packs) -> None:
+def _check_not_sharded(params: optax.Params, packs: Packs) -> None:
     """Raise if a leaf to be packed is known to be sharded."""
     within = {leaf for leaves in packs.values() for leaf in leaves}
     for name, leaf in trees.named_leaves(params):
@@ -289,4 +293,4 @@ def pack_small_leaves(
             f"{rule} with a `blocks` structure uses the names and shapes of leaves, which a "
             "vector of several leaves does not have: use flash_adamw, or remove pack_small_leaves."
         )
-    return PackedEngine(**_fields(engine), below=below).transformation()
+    return PackedEngine(**_fields_of(engine), below=below).transformation()

@@ -54,7 +54,7 @@ def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
     for path, mask in masks.items():
         if jnp.result_type(mask) != jnp.bool_:
             raise TypeError(
-                f"where{_at(path)} is {jnp.result_type(mask)}, but must be True, False or a "
+                f"where{_indexed(path)} is {jnp.result_type(mask)}, but must be True, False or a "
                 "boolean array, for example (steps_since_active > 1000)[:, None]."
             )
     fitting = dict.fromkeys(masks, False)  # whether some moment of the parameter has been reset
@@ -95,7 +95,7 @@ def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
     for path, fits in fitting.items():
         if not fits:
             raise ValueError(
-                f"where{_at(path)} fits no moment of this state: it must have the name of a "
+                f"where{_indexed(path)} fits no moment of this state: it must have the name of a "
                 "parameter or subtree, and a mask must have the parameter's number of axes, each "
                 f"of length 1 or the parameter's; got shape {np.shape(masks[path])}."
             )
@@ -106,7 +106,7 @@ def _is_compressed(node: object) -> bool:
     return isinstance(node, CompressedState)
 
 
-def _at(path: str) -> str:
+def _indexed(path: str) -> str:
     return f"['{path}']" if path else ""
 
 

@@ -97,7 +97,7 @@ class _Splitter:
             )
             for (path, p), step, correction, key in leaves
         ]  # fmt: skip
-        landed = each(_landed, rows, self.storage.group_size)
+        landed = each(_moved, rows, self.storage.group_size)
         for (path, _), (split, *_), (update, _) in zip(named, rows, landed, strict=True):
             if split is not None:
                 context.emit(path, update)
@@ -123,7 +123,7 @@ class _Splitter:
         return split
 
 
-def _landed(
+def _moved(
     split: MasterSplit | None,
     p: jax.Array,
     step: jax.Array,
@@ -132,6 +132,7 @@ def _landed(
     update_dtype: jnp.dtype,
     group_size: int,
 ) -> tuple[jax.Array, jax.Array]:
+    """Return the update that moves a weight by `step`, and its new correction."""
     random_bits = None
     if split is not None and split.stochastic:
         random_bits = random.leaf_bits(key, p.shape, group_size, MASTER)

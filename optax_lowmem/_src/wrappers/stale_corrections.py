@@ -44,9 +44,9 @@ def _follows_split(
     if trees.is_named_tuple(node):
         if not (trees.is_ours(node) and ours) and type(node).__name__ not in known:
             return otherwise
-    elif _is_chain(node) and not _has_split(list(_parts(node))[-1]):
+    elif _is_chain(node) and not _has_split(list(_children(node))[-1]):
         return True
-    parts = list(_parts(node))
+    parts = list(_children(node))
     return _has_split(parts) and any(_follows_split(part, known, ours, otherwise) for part in parts)
 
 
@@ -56,7 +56,7 @@ def _in_some_steps(node: object) -> bool:
         return False
     if type(node).__name__ == "ConditionallyTransformState":
         return True
-    parts = list(_parts(node))
+    parts = list(_children(node))
     split = next(index for index, part in enumerate(parts) if _has_split(part))
     after = parts[split + 1 :] if _is_chain(node) else []
     conditions = "ConditionallyTransformState", "ConditionallyMaskState"
@@ -79,7 +79,7 @@ def _is_chain(node: object) -> bool:
     return type(node) in (tuple, OrderedDict)
 
 
-def _parts(node: object) -> Iterator[Any]:
+def _children(node: object) -> Iterator[Any]:
     yield from jax.tree.leaves(node, is_leaf=lambda inner: inner is not node)
 
 
@@ -169,12 +169,12 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
     weights = jax.tree.map(small, params)
     with context.recording():  # without the warnings of a user's `init`
         state = tx.init(weights)
-    fast = _fast(weights)
+    fast = _fast_weights(weights)
     grads = jax.tree.map(lambda w: jnp.full(w.shape, 0.5, jnp.float32), fast)
     with context.emitting() as emitted:
         # under jit, values of branches (MultiSteps, cond) are tracers that must not leave them
         with jax.disable_jit():
-            final = _fast(_updates(tx, grads, state, weights, fast))
+            final = _fast_weights(_updates(tx, grads, state, weights, fast))
     # values may be equal by chance (a schedule that starts at 1): in a chain, compare identity
     untouched = _follows_split(state, _PASSING, ours=False, otherwise=False)
     in_some_steps = _in_some_steps(state)
@@ -191,7 +191,7 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
     ]
 
 
-def _fast(tree: Any) -> Any:
+def _fast_weights(tree: Any) -> Any:
     """Return what the optimizer inside `optax.lookahead` steps; other trees unchanged."""
     return tree.fast if isinstance(tree, optax.LookaheadParams) else tree
 
