@@ -164,7 +164,7 @@ class Programs:
         def last(rest: list[jax.Array], x: Any, batch: object, total: Any) -> Any:
             scale = 1 / step.micro_batches
             loss, gradients, dx = stages.last(model, of(rest), x, batch, reading[-1], scale)
-            return loss, added(total, gradients), dx
+            return loss[0] if wide and model.has_aux else loss, added(total, gradients), dx
 
         def back(
             path: str,
@@ -272,14 +272,15 @@ class Offloaded:
             batches = micro_batches_of(batch, self.micro_batches)
         like = jax.eval_shape(lambda *args: args, params, host.stacked_shapes(inner), batches)
         key = jax.tree.structure(like), *((x.shape, x.dtype) for x in jax.tree.leaves(like))
-        known = key in self._programs
-        if not known:
+        programs = self._programs.get(key)
+        if programs is None:
             params_like, state_like, batches_like = like
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches_like)
-            self._programs[key] = Programs(self, params_like, state_like, one)
-        run = Run(self, self._programs[key], params, inner)
-        if not known:
+            programs = Programs(self, params_like, state_like, one)
+        run = Run(self, programs, params, inner)
+        if key not in self._programs:
             run.check_room(self.at_once, self.micro_batches)
+            self._programs[key] = programs
         losses: list[Any] = []
         for begin in range(0, self.micro_batches, self.at_once):
             numbers = range(self.micro_batches)[begin:][: self.at_once]
