@@ -1,5 +1,6 @@
 """Gradient release of a loss function: cut into stages, with the results of the ordinary step."""
 
+import dataclasses
 import functools
 import math
 
@@ -18,6 +19,7 @@ from tests.compilation import SAME_BITS
 from tests.contract_cases import POLICY, assert_alike, assert_same
 from tests.step.test_release import (
     LAYERS,
+    MODEL,
     WIDTH,
     WORDS,
     batches,
@@ -84,9 +86,15 @@ def with_all_kinds_of_values(params, batch):
         return (h, total + jnp.mean(h.astype(jnp.float32) ** 2)), (index * 2, h)
 
     numbers = jnp.arange(LAYERS, dtype=first.dtype) / 8
+    weight = jnp.cos(batch["targets"].sum())
+    jax.debug.callback(lambda _: None, weight)
     carry = first, jnp.float32(0)
     (x, total), (twice, _) = jax.lax.scan(layer, carry, (params["layers"], numbers, keys, rates))
-    return loss(params, x + first, batch) + 0.1 * total, {"twice": twice, "x": x.mean(), "one": 1}
+    return loss(params, x + first, batch) + weight * total, {
+        "twice": twice,
+        "x": x.mean(),
+        "one": 1,
+    }
 
 
 def one_scan_after_another(params, batch):
@@ -190,6 +198,31 @@ def test_gradients_of_what_several_stages_read(case):
         np.testing.assert_allclose(old - now, g, rtol=1e-5, atol=2e-6)
     program, _ = trace(loss_fn, params, batch, how.get("layers", ()), has_aux=True)
     assert len(program.layers) == stages
+
+
+def test_a_loss_is_traced_in_every_step():
+    """JAX keeps jaxprs by function; a step that is built or called again needs a new one."""
+    factor = {"value": 1.0, "read": "unread"}
+
+    def scaled(params, batch):
+        return plain(params, batch) * factor["value"]
+
+    def first(rest, batch):
+        return embed(rest, batch) + rest[factor["read"]].sum()
+
+    tx, params, (batch,) = lowmem.flash_sgd(1.0), masters(), batches()
+    state = tx.init(params)
+
+    def values():
+        step = jax.jit(release.train_step(tx, scaled))
+        layered = jax.jit(release.train_step(tx, dataclasses.replace(MODEL, first=first)))
+        return step(params, state, batch)[0], layered(params, state, batch)[1]["unread"]
+
+    one, moved = values()
+    factor |= {"value": 2.0, "read": "shared"}
+    double, unmoved = values()
+    assert double == 2 * one
+    assert jnp.any(moved != params["unread"]) and jnp.all(unmoved == params["unread"])
 
 
 @pytest.mark.full

@@ -214,10 +214,15 @@ def map_x(on_array: Callable[..., Any], on_unchanged: Callable[[Unchanged], Any]
 # ---- leaves that a function reads ----------------------------------------------------------------
 
 
-def reads(function: Callable[..., Any], rest: optax.Params, *args: object) -> list[bool]:
-    """Return whether `function(rest, *args)` uses each leaf of `rest`."""
-    closed = jax.make_jaxpr(function)(rest, *args)
-    return _read(closed.jaxpr)[: len(jax.tree.leaves(rest))]
+def reads(function: Callable[..., Any], rest: optax.Params, *args: object) -> tuple[list[int], Any]:
+    """Return the positions of the leaves of `rest` that `function(rest, *args)` uses, and shapes.
+
+    The shapes are those of its result.
+    """
+    # a new function: JAX would return the jaxpr of a function that it has traced before
+    closed, shapes = jax.make_jaxpr(lambda *given: function(*given), return_shape=True)(rest, *args)
+    used = _read(closed.jaxpr)[: len(jax.tree.leaves(rest))]
+    return [at for at, flag in enumerate(used) if flag], shapes
 
 
 def _read(jaxpr: Jaxpr) -> list[bool]:

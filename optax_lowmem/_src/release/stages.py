@@ -1,7 +1,6 @@
 """The stages of a model: what they read, their values and their gradients."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,8 +32,8 @@ class Schedule:
     def make(cls, model: Layered | Program, parts: Parts, batch: object) -> "Schedule":
         """Trace the stages."""
         rest = parts.rest()
-        reading = [_positions(reads(model.first, rest, batch))]
-        x = jax.eval_shape(model.first, rest, batch)
+        of_first, x = reads(model.first, rest, batch)
+        reading = [of_first]
         for path, layer in model.layers.items():
             stacked = parts.stacks[path].tree if path in parts.stacks else None
             weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), stacked)
@@ -44,19 +43,15 @@ class Schedule:
             ) -> Any:
                 return layer(weights, rest, x, batch)
 
-            reading.append(_positions(reads(one, rest, weights, x, batch)))
-            if stacked is None:  # the layers of a stack keep the shape of x
-                x = jax.eval_shape(one, rest, None, x, batch)
-        reading.append(_positions(reads(model.last, rest, x, batch)))
+            of_layer, after = reads(one, rest, weights, x, batch)
+            reading.append(of_layer)
+            x = after if stacked is None else x  # the layers of a stack keep the shape of x
+        reading.append(reads(model.last, rest, x, batch)[0])
         # a gradient is complete after the earliest stage that reads the leaf
         earliest = {at: stage for stage in reversed(range(len(reading))) for at in reading[stage]}
         due = [[at for at, first in earliest.items() if first == s] for s in range(len(reading))]
         due[0] += [at for at in range(len(parts.leaves)) if at not in earliest]
         return cls(reading, due)
-
-
-def _positions(flags: Sequence[bool]) -> list[int]:
-    return [at for at, flag in enumerate(flags) if flag]
 
 
 def first(
@@ -110,9 +105,9 @@ def last(
 
     read = [parts.leaves[at] for at in positions]
     loss, pull, aux = jax.vjp(run, read, floats(x), has_aux=True)
-    if jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
+    if not isinstance(loss, jax.Array) or loss.ndim or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(
-            f"`last` must return a loss, one float; this is {loss.dtype}{list(jnp.shape(loss))}. "
+            f"the loss must be one float; this is {jax.tree.map(jax.typeof, loss)}. "
             "For (loss, aux) pass has_aux=True."
         )
     gradients, dx = pull(jnp.full_like(loss, scale))

@@ -78,7 +78,8 @@ def trace(
     named = trees.named_leaves(params)
     names, leaves = [name for name, _ in named], [leaf for _, leaf in named]
     layer_of = _layers_of(names, layers)
-    traced, shape = jax.make_jaxpr(loss, return_shape=True)(params, batch)
+    # a new function: JAX would return the jaxpr of a function that it has traced before
+    traced, shape = jax.make_jaxpr(lambda *args: loss(*args), return_shape=True)(params, batch)
     if has_aux and not (isinstance(shape, tuple) and len(shape) == 2):
         raise TypeError("with has_aux=True the loss function must return (loss, aux)")
     graph, given = _Graph.of(traced), [*leaves, *jax.tree.leaves(batch)]
@@ -291,6 +292,8 @@ class _Flow:
                 atoms += self.graph.jaxpr.outvars
             for eqn in self.makers(atoms, known):
                 readers[id(eqn)] = readers.get(id(eqn), 0) + 1 + (begin in self.stacks)
+        printed = [v for eqn in self.known_eqns if eqn.effects for v in eqn.invars]
+        readers |= {id(eqn): 2 for eqn in self.makers(printed, known)}  # read before the stages
         alone = [eqn for eqn in self.known_eqns if readers.get(id(eqn)) == 1 and not eqn.effects]
         self.maker |= {v: eqn for eqn in alone for v in eqn.outvars}
         in_stages = {id(eqn) for eqn in alone}
