@@ -123,6 +123,19 @@ def test_micro_batches_have_the_gradient_of_the_batch(how):
         np.testing.assert_allclose(old - new, g, atol=1e-6)
 
 
+def test_the_dtype_of_the_loss_does_not_round_the_share_of_a_micro_batch():
+    """Of one of three, in bf16."""
+    tx, batch = lowmem.flash_sgd(1.0), jax.tree.map(lambda x: x[:3], batches()[0])
+
+    def moved(dtype):
+        model = dataclasses.replace(MODEL, last=lambda *args: loss(*args).astype(dtype))
+        params = masters()
+        state = release.offload(tx, model, params)
+        return release.train_step(tx, model, offload=True, micro_batches=3)(params, state, batch)[1]
+
+    assert_same(moved(BF16), moved(jnp.float32))
+
+
 def test_micro_batches_of_a_model_with_an_aux_return_the_loss():
     def last(rest, x, batch):
         return loss(rest, x, batch), x.mean()

@@ -151,9 +151,13 @@ class Programs:
             return treedef.unflatten([w[0] for w in weights])
 
         def added(total: Any, more: Any) -> Any:
-            if total is None:
-                return trees.widened(more) if wide else more
             return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, more)
+
+        def mean(total: Any, more: Any) -> Any:
+            if not wide:
+                return more
+            share = jax.tree.map(lambda g: g / step.micro_batches, trees.widened(more))
+            return share if total is None else added(total, share)
 
         def first(rest: list[jax.Array], batch: object) -> Any:
             return model.first(of(rest).rest(), batch)
@@ -162,9 +166,8 @@ class Programs:
             return model.layers[path](of_layer(path, weights), of(rest).rest(), x, batch)
 
         def last(rest: list[jax.Array], x: Any, batch: object, total: Any) -> Any:
-            scale = 1 / step.micro_batches
-            loss, gradients, dx = stages.last(model, of(rest), x, batch, reading[-1], scale)
-            return loss[0] if wide and model.has_aux else loss, added(total, gradients), dx
+            loss, gradients, dx = stages.last(model, of(rest), x, batch, reading[-1])
+            return loss[0] if wide and model.has_aux else loss, mean(total, gradients), dx
 
         def back(
             path: str,
@@ -179,11 +182,11 @@ class Programs:
             *gradients, dx = stages.pull_layer(
                 model.layers[path], of(rest), layer, positions, x, dx, batch
             )
-            return added(total, gradients), dx
+            return mean(total, gradients), dx
 
         def back_first(rest: list[jax.Array], dx: Any, batch: object, total: Any) -> Any:
             _, pull = stages.first(model, of(rest), batch, reading[0])
-            return added(total, pull(dx)[0])
+            return mean(total, pull(dx)[0])
 
         def update_layer(
             path: str, stack: Any, weights: Any, rows: list[Row], gradients: Any, layer: jax.Array,

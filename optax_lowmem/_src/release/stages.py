@@ -94,9 +94,8 @@ def last(
     x: object,
     batch: object,
     positions: list[int],
-    scale: float = 1.0,
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
-    """Return the loss (and aux), and `scale` times the gradients of leaves and of x."""
+    """Return the loss (and aux), and the gradients of leaves and of x."""
 
     def run(read: list[jax.Array], values: list[jax.Array]) -> tuple[Any, Any]:
         rest = parts.rest(dict(zip(positions, read, strict=True)))
@@ -110,5 +109,5 @@ def last(
             f"the loss must be one float; this is {jax.tree.map(jax.typeof, loss)}. "
             "For (loss, aux) pass has_aux=True."
         )
-    gradients, dx = pull(jnp.full_like(loss, scale))
+    gradients, dx = pull(jnp.ones_like(loss))
     return (loss, aux) if model.has_aux else loss, gradients, dx
