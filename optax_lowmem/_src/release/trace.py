@@ -624,7 +624,7 @@ class _Stages:
         return [v for v in made if last.get(v, -1) >= at]
 
     def _beside(self, at: int) -> list[Var]:
-        """Return the variables other than the carry that a scan needs: read in layers, or after it."""
+        """Return the variables that a scan needs besides its carry: read in layers, or after it."""
         scan = self.flow.stacks[at]
         count = scan.consts + scan.carried
         atoms = _variables([*scan.eqn.invars[: scan.consts], *scan.eqn.invars[count:]])
