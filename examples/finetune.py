@@ -143,10 +143,7 @@ def planned(args: argparse.Namespace, budget: int, accumulate: bool = False) -> 
     """The plan of the run's model."""
     sizes = plan.decoder(huggingface.read_config(args.model))
     lora = (tuple((args.lora or "q_proj,v_proj").split(",")), args.rank)
-    found = plan.plan_decoder(sizes, args.optimizer, budget, args.sequence, lora, accumulate)
-    # this program keeps the state on the device
-    modes = tuple(mode for mode in found.modes if mode.name != "offload")
-    return dataclasses.replace(found, modes=modes)
+    return plan.plan_decoder(sizes, args.optimizer, budget, args.sequence, lora, accumulate)
 
 
 def micro_batch(args: argparse.Namespace) -> int:
@@ -174,7 +171,11 @@ def advice(args: argparse.Namespace, limit: int) -> str:
     best = found.best
     if best is None:
         return f"{found}\nNothing fits: shorten --sequence, or choose a smaller model."
-    flags = {"release": "--release ", "lora": f"--lora {args.lora or 'q_proj,v_proj'} "}
+    flags = {
+        "release": "--release ",
+        "offload": "--offload ",
+        "lora": f"--lora {args.lora or 'q_proj,v_proj'} ",
+    }
     return f"{found}\nThis fits: {flags.get(best.name, '')}--batch {min(best.batch, args.batch)}"
 
 

@@ -36,8 +36,8 @@ def install(where: str) -> str:
     if where:
         return f'```\npip install "optax-lowmem @ git+{where}"\n```\n'
     return (
-        "The package is on no index yet; install it from a clone of this repository, or as a wheel "
-        "made there:\n\n"
+        "The package is not on PyPI yet. Install it from a clone of this repository, or build a "
+        "wheel there:\n\n"
         "```\n"
         "pip install '.[flax,checkpoint]'  # in the clone; without extras: pip install .\n"
         'make wheel && pip install "$(ls dist/*.whl)[flax,checkpoint]"  # the wheel\n'

@@ -51,9 +51,9 @@ CHOICES = (
            "the same with `Storage.four_bit(nu=None, group_size=32)`",
            adam("flash_factored_adamw-four-bit-stochastic-32"), "flash_factored_adamw",
            "lowmem.step-4bit"),
-    Choice("AdamW, one v per block", ("flash_adam_mini",), "", adam("flash_adam_mini"),
-           "flash_adam_mini"),
-    Choice("the same", ("q_adam_mini",), "", None, "q_adam_mini"),
+    Choice("AdamW, one second moment per block", ("flash_adam_mini",), "",
+           adam("flash_adam_mini"), "flash_adam_mini"),
+    Choice("AdamW, one second moment per block", ("q_adam_mini",), "", None, "q_adam_mini"),
     Choice("`optax.lion`", ("flash_lion",), "",
            lambda rows: beside(rows, "gpt-42m/lion", "lion", "flash_lion"), "lion"),
     Choice("`optax.sgd`", ("flash_sgd",), "", Trained("digits-convnet/sgd").pair, "sgd"),
@@ -127,7 +127,7 @@ def optimizers(rows: Rows) -> Table:
         body.append([one.instead, use, state, loss, time])
         used += [*filter(None, own), *timed, *trained]
     head = ["instead of", "use", "state, bytes per parameter", "change of the loss, 90 % interval",
-            "step time"]  # fmt: skip
+            "step time / optax's"]  # fmt: skip
     return head, body, used
 
 
@@ -162,8 +162,8 @@ def peers(rows: Rows) -> Table:
         if row:
             body.append([name, masters, f"{held:.2f}", f"{row['value']:.1f} ms"])
             used.append(row)
-    head = ["AdamW", "master weights", "bytes per parameter, weights and state",
-            "a step of Llama-3.2-1B"]  # fmt: skip
+    head = ["implementation of AdamW", "master weights", "bytes per parameter, weights and state",
+            "time of a step, Llama-3.2-1B"]  # fmt: skip
     return head, body, used
 
 

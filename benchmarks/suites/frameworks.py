@@ -3,13 +3,17 @@
 from benchmarks.records import Rows, grouped, newest, select
 from benchmarks.render import markdown, source
 
-IMPLS = ("its AdamW, f32", "flash_adamw, f32 weights", "flash_adamw, bf16 weights")
+IMPLS = {  # as recorded -> as shown
+    "its AdamW, f32": "the framework's AdamW, f32",
+    "flash_adamw, f32 weights": "`flash_adamw`, f32 weights",
+    "flash_adamw, bf16 weights": "`flash_adamw`, bf16 weights",
+}
 
 
 def frameworks(rows: Rows) -> str:
     used = newest(select(rows, bench="frameworks"))
-    head = ["framework", "first loss"]
-    head += [f"loss, {impl}" for impl in IMPLS] + [f"bytes, {impl}" for impl in IMPLS]
+    head = ["framework", "loss of step 1"]
+    head += [f"{what}: {impl}" for what in ("last losses", "bytes") for impl in IMPLS.values()]
     body = []
     for case, impls in sorted(grouped(used, "case", "impl", "metric").items()):
         rows_of = [impls[impl] for impl in IMPLS]

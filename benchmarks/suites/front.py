@@ -23,9 +23,9 @@ def front(rows: Rows) -> Table:
     memory = select(rows, bench="memory", case="llama-3.1-8b/adamw")
     step = select(rows, bench="step", case="llama-3.2-1b/adamw", device=GPU)
     for name, own, ours, metrics, form in (
-        ("weights and optimizer state, Llama-3.1-8B, counted", memory, "lowmem",
+        ("weights and optimizer state of Llama-3.1-8B, computed", memory, "lowmem",
          ("params_gib", "state_gib"), "{:.1f} GiB"),
-        ("the optimizer's step alone, Llama-3.2-1B, one H100", step, "lowmem.step",
+        ("time of the optimizer's step, Llama-3.2-1B, one H100", step, "lowmem.step",
          ("device_ms",), "{:.2f} ms"),
     ):  # fmt: skip
         found = [[last(own, impl=impl, metric=metric) for metric in metrics]
@@ -51,7 +51,7 @@ def _losses(rows: Rows) -> Iterator[tuple[list[str], Rows]]:
         means = [statistics.mean(values) for values in (pair.plain, pair.ours)]
         size = pair.size.partition(", ")[2]
         result = f"{found.verdict} within {measure.margin.size:g} %"
-        name = f"held-out loss, {model}, {size}: {result}"
+        name = f"held-out loss of {model} weights, {size}: {result}"
         yield [name, *(f"{mean:.4f}" for mean in means), f"{means[1] / means[0]:.4f}"], found.rows
         if found.verdict != UNDECIDED:
             return

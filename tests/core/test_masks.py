@@ -82,7 +82,7 @@ def test_a_mask_decays_what_it_decays_in_optax():
     [
         (lambda params: None, "the function of .*mask.* returned None: .*a tree of bools"),
         (Module(True, jnp.ones(64, bool)), r"'offset'.*one bool.*array of shape \(64,\)"),
-        (Module("no decay", True), "'table'.* one bool .*, got 'no decay'"),
+        (Module("no decay", True), "a tree of bools or .*, not a name, got .*'no decay'"),
         (Module(lambda p: p, True), "'table'.* one bool .*, got <function"),
     ],
     ids=["None", "array", "string", "function"],

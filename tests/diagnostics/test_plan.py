@@ -60,11 +60,11 @@ def test_parts_of_a_plan():
     assert planned(2) == {
         "resident": (STATE, WEIGHTS, 20),
         "release": (STATE + layer_state, LAYER + EMBED, 20),
-        "offload": (3 * layer_state, LAYER + EMBED, 20),
+        "offload": (3 * layer_state, 2 * LAYER + EMBED, 20),
     }
     assert planned(accumulate=True) == {
         "resident": (STATE, 2 * WEIGHTS, 10),
-        "offload": (3 * layer_state, 2 * LAYER + EMBED, 10),
+        "offload": (3 * layer_state, 3 * LAYER + EMBED, 10),
     }
 
     def at_the_end(batch):
@@ -131,7 +131,8 @@ def test_command(tmp_path, capsys):
     assert lines[-1].endswith("--batch 5 --release")
     lines = run(capsys, "--params", str(file), "--gpu", "24GiB", "--pcie", "50")
     assert "23.84 GiB to the GPU" in lines[-3] and "0.51 s each way at 50 GB/s" in lines[-3]
-    assert "256 KiB per token of host memory" in lines[-2] and "offload=True" in lines[-1]
+    assert "256 KiB per token of host memory" in lines[-2]
+    assert "--batch" in lines[-1] and "--offload --micro-batch" in lines[-1]
     lines = run(capsys, "--params", str(file), "--gpu", "19GiB", "--lora", "o_proj", "--rank", "4")
     assert lines[-1].endswith("--lora o_proj --rank 4")
 

@@ -238,10 +238,9 @@ def test_commands_that_the_planner_prints(finetune, folder, capsys):
         finetune.plan.main(["--params", str(folder), "--gpu", f"{megabytes:.6f}MB"])
         printed = capsys.readouterr().out
         command, name = printed.splitlines()[-1].split(), re.search(r"Recommended: (\w+)", printed)
-        if command[0] == "python":
-            args = finetune.parse_arguments(command[2:])
-            found = "release" if args.release else "lora" if args.lora else "resident"
-            assert args.batch >= 1 and name and name[1] == found
+        args = finetune.parse_arguments(command[2:])
+        found = "offload" if args.offload else "release" if args.release else "resident"
+        assert args.batch >= 1 and name and name[1] == ("lora" if args.lora else found)
 
 
 @pytest.mark.parametrize(

@@ -207,12 +207,14 @@ def test_layers_of_a_list_are_whole_leaves():
 
 
 def test_one_array_passes_between_layers():
-    """And not what a norm makes of it before it reads its scale."""
+    """And not what a norm makes of it before it reads its scale, nor masks of dropout."""
 
     def normed(params, batch):
         x = params["embed"][batch["tokens"]]
-        for own in params["layers"]:
-            h = x.astype(jnp.float32)
+        key = jax.random.key(batch["targets"].sum())
+        for i, own in enumerate(params["layers"]):
+            keep = jax.random.bernoulli(jax.random.fold_in(key, i), 0.9, x.shape)
+            h = jnp.where(keep, x, 0).astype(jnp.float32)
             h = h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True)) * row(own["norm"])
             x = x + jnp.tanh(h.astype(x.dtype) @ own["w1"]) @ own["w2"]
         h = x / jnp.linalg.norm(x)
@@ -227,6 +229,7 @@ def test_one_array_passes_between_layers():
         (x,) = jax.eval_shape(stage, *args)
         assert (x.shape, x.dtype) == ((*batch["tokens"].shape, WIDTH), jnp.bfloat16)
     assert len(program.layers) == LAYERS
+    assert max(value.size for value in known) == batch["tokens"].size
 
 
 @pytest.mark.parametrize("stacked", [True, False])

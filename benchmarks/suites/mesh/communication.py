@@ -73,7 +73,7 @@ LAYOUTS = (
     # the gradient of the output head is reduced in f32, and its weights are gathered once
     Layout("FSDP", BOTH, "weights twice and gradients, in bf16", per_parameter(6, 6)),
     Layout("FSDP, FP8 activations", "`flash_adamw`",
-           "weights' FP8 codes twice, gradients in f32", per_parameter(6, 6)),
+           "weights' FP8 codes twice, gradients in bf16", per_parameter(4, 6)),
     Layout("ZeRO-1", "`flash_adamw`", "gradients (all-reduce) and new weights in bf16",
            per_parameter(6, 6)),
     Layout("ZeRO-1", "`optax.adamw`", "gradients (all-reduce) and new weights in f32",

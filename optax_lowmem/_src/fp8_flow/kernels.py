@@ -451,8 +451,9 @@ def multiply_over_tokens(
     def part(
         cut: Cut, x: Quantized | Transposed, g: jax.Array, absmax: jax.Array
     ) -> tuple[Quantized, jax.Array]:
-        codes, product = multiply_over_tokens(x, g, absmax, to, jnp.dtype(jnp.float32))
-        return codes, cut.sum(product, ("k", "m")).astype(dtype)
+        # rounded before the sum over devices, as XLA rounds products of bf16: half of the bytes
+        codes, product = multiply_over_tokens(x, g, absmax, to, dtype)
+        return codes, cut.sum(product, ("k", "m"))
 
     of_x, of_g = names_of(g.ndim, "k"), names_of(g.ndim, "m")
     of_codes = (of_x[-1], *of_x[:-1]) if isinstance(x, Transposed) else of_x

@@ -136,12 +136,14 @@ def recommendation(
         inputs = 2 * sizes.layers * sizes.width / 2**10
         yield (
             f"A step copies {size} to the GPU and {size} back, whatever its batch: {seconds:.2f} s "
-            f"each way at {args.pcie:g} GB/s (computed).\nMore batches per step (micro_batches) "
-            f"take {inputs:.0f} KiB per token of host memory."
+            f"each way at {args.pcie:g} GB/s (computed)."
         )
-        yield "    release.train_step(tx, model, offload=True)"
-        return
-    flags = {RELEASE: " --release", LORA: f" --lora {args.lora} --rank {args.rank}"}
+        yield f"Inputs of layers take {inputs:.0f} KiB per token of host memory."
+    flags = {
+        RELEASE: " --release",
+        OFFLOAD: f" --offload --micro-batch {mode.batch}",
+        LORA: f" --lora {args.lora} --rank {args.rank}",
+    }
     yield (
         f"    python examples/finetune.py --model {folder} --data FILE "
         f"--optimizer {args.optimizer} --sequence {args.sequence} --batch {mode.batch}"

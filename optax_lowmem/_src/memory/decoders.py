@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.losses.cross_entropy import chunk_limit, chunks
-from optax_lowmem._src.memory.plan import RESIDENT, Activations
+from optax_lowmem._src.memory.plan import OFFLOAD, RESIDENT, Activations
 
 # model_type -> what a config.json may leave out
 _KNOWN: dict[str, dict[str, Any]] = {
@@ -24,6 +24,7 @@ _KNOWN: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"head_dim": 256, "tie_word_embeddings": True},
 }
+_INPUTS = 3  # of layers, on the device while the others are on the host: in, at work, out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +152,8 @@ class Decoder:
             held = table if mode == RESIDENT else 0
             end = 3 * table + held
         inputs = self.layers * (stream if kept is None else kept * tokens)
+        if mode == OFFLOAD:  # most are on the host
+            inputs = _INPUTS * stream
         work, beside = self._layer(tokens, sequence, lora, kept), inputs
         if kept is not None:  # freed layer by layer, while gradients come into being
             leaves = jax.tree.leaves(self.params()["layers"])

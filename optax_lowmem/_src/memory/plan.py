@@ -199,10 +199,13 @@ def _fixed(
         # the layer's slices, which the update replaces, are copies
         at_work = Fixed(state + layer.state, layer.gradients + outside)
         yield RELEASE, (Fixed(state, 0), at_work, Fixed(state, outside))
-    flight, wide = _IN_FLIGHT * layer.state, 2 if accumulate else 1  # sums are in f32
-    of_leaf = Fixed(flight + largest.state, 2 * largest.gradients if accumulate else 0)
-    at_work = Fixed(flight, wide * layer.gradients + outside)
-    yield OFFLOAD, (of_leaf, at_work, of_leaf._replace(gradients=of_leaf.gradients + outside))
+    # one layer of the stack is a copy; gradients of several batches are added in f32, those of a
+    # leaf outside the stacks before any layer's state is copied
+    flight, wide = _IN_FLIGHT * layer.state, 2 if accumulate else 1
+    of_loss = Fixed(largest.state + (0 if accumulate else flight), sums and 2 * largest.gradients)
+    at_work = Fixed(flight, (1 + wide) * layer.gradients + outside)
+    at_end = Fixed(largest.state + flight, outside)
+    yield OFFLOAD, (of_loss, at_work, at_end)
 
 
 def _bytes(leaf: Any) -> int:

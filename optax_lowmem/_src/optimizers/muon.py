@@ -337,7 +337,7 @@ def flash_muon(
       normuon_b2: decay of the second moment of each output (NorMuon, 0.95), in [0, 1); None does
         not normalize. With O the approximation of U V^T, v_t = b2 v_{t-1} + (1 - b2) mean(O^2) over
         the inputs, and the direction is :math:`\sqrt{\min(m, n)}\, \hat O / \|\hat O\|_F` with
-        :math:`\hat O = O / (\sqrt{v_t} + \epsilon)`.
+        :math:`\hat O = O / \left(\sqrt{v_t} + \epsilon\right)`.
       ns_dtype: dtype of the products: None is bf16, or f32 if JAX's default backend is a CPU, where
         bf16 is no faster. f32 products have the precision of `jax_default_matmul_precision`.
       storage: codecs (`mu`, and `nu` of other leaves), group size, width of the master weights,

@@ -357,15 +357,13 @@ class Passes:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the gradients of leaves and of x, of a stage that is no stack."""
         # delayed: else XLA would keep what the forward pass computed from the same arrays
-        x, read = (
-            varying.after(x, dx),
-            varying.after([self.parts.leaves[at] for at in positions], dx),
-        )
+        x, batch = varying.after(x, dx), varying.after(self.batch, dx)
+        read = varying.after([self.parts.leaves[at] for at in positions], dx)
         leaves = self.parts.leaves[:]
         for at, leaf in zip(positions, read, strict=True):
             leaves[at] = leaf
         parts = dataclasses.replace(self.parts, leaves=leaves)
-        return stages.pull_layer(stage, parts, None, positions, x, dx, self.batch)[1:]
+        return stages.pull_layer(stage, parts, None, positions, x, dx, batch)[1:]
 
     def _stack(
         self,

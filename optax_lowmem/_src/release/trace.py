@@ -1,9 +1,10 @@
 """A loss function as a chain of stages: its jaxpr, cut at scans over parameters and at layers.
 
 Values of the jaxpr are of three kinds. Those that depend on no parameter (masks, rotary tables,
-dropout keys) are computed once, before the first stage, and have no gradient. Those that depend on
-parameters alone (casts, LoRA products) are computed in every stage that reads them. All others are
-computed in one stage, and passed on in x to the stages that read them later.
+dropout keys) have no gradient; they are computed once, before the first stage, or in the stage that
+alone reads them. Those that depend on parameters alone (casts, LoRA products) are computed in every
+stage that reads them. All others are computed in one stage, and passed on in x to the stages that
+read them later.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from optax_lowmem._src.core.jaxprs import scan_counts
 from optax_lowmem._src.release.model import LayerFunction, Parts, Stack, Unchanged
 
 Atom = Var | Literal
+Compute = Callable[[dict[Var, Any]], list[Any]]
 # operations on a stack that are the same operation on each of its layers
 _CASTS = ("convert_element_type", "copy", "copy_p", "optimization_barrier", "reduce_precision")
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
@@ -83,7 +85,9 @@ def trace(
     while calls := _Flow(graph, names, layer_of).calls_to_open():
         graph = graph.inlined(calls, given)
     flow = _Flow(graph, names, layer_of)
-    stages = _Stages(flow, _boundaries(flow), leaves, jax.tree.structure(shape), has_aux)
+    cuts = _boundaries(flow)
+    flow.compute_in_stages(cuts)
+    stages = _Stages(flow, cuts, leaves, jax.tree.structure(shape), has_aux)
     return stages.program(), flow.known_values(given)
 
 
@@ -195,9 +199,9 @@ class _Flow:
 
     Attributes:
       known: variables that depend on no parameter.
-      known_read: those of them that stages read.
+      known_read: those of them that are computed before the first stage and read in stages.
       own: for each variable that depends on parameters alone, the indices of these.
-      maker: the equation of each such variable that is no parameter.
+      maker: the equation of each variable that is computed in every stage that reads it.
       eqns: equations of all other variables, in order. `at` in other places is an index of these.
       stacks: the scans among them whose inputs are stacks of layers, by index.
     """
@@ -213,20 +217,21 @@ class _Flow:
         self.maker: dict[Var, JaxprEqn] = {}
         self.eqns: list[JaxprEqn] = []
         self.stacks: dict[int, _Scan] = {}
-        self.known_steps: list[tuple[list[Var], Callable[[dict[Var, Any]], list[Any]]]] = []
+        self.known_steps: list[tuple[list[Var], Compute, JaxprEqn | None]] = []
+        self.known_eqns: list[JaxprEqn] = []
         outputs = graph.jaxpr.outvars
         live = _live(graph.jaxpr.eqns, outputs)
         self.read = set(_variables([*(v for eqn in live for v in eqn.invars), *outputs]))
+        self.order = {id(eqn): number for number, eqn in enumerate(live)}
         for eqn in live:
             self._add(eqn)
-        of_stages = [*self.eqns, *self.maker.values()]
-        read = set(_variables([*(v for eqn in of_stages for v in eqn.invars), *outputs]))
-        self.known_read = [v for v in self.known if v in read]
 
     def _add(self, eqn: JaxprEqn) -> None:
         inputs = _variables(eqn.invars)
         if all(v in self.known for v in inputs):
-            self._know(eqn.outvars, lambda env: self.graph.evaluate([eqn], eqn.outvars, env))
+            compute: Compute = lambda env: self.graph.evaluate([eqn], eqn.outvars, env)  # noqa: E731
+            self._know(eqn.outvars, compute, eqn)
+            self.known_eqns.append(eqn)
             if all(v in self.constant for v in inputs):
                 self.constant |= set(eqn.outvars)
         elif scan := _Scan.of(self, eqn):
@@ -241,10 +246,10 @@ class _Flow:
             self.eqns.append(eqn)
 
     def _know(
-        self, variables: Sequence[Var], compute: Callable[[dict[Var, Any]], list[Any]]
+        self, variables: Sequence[Var], compute: Compute, eqn: JaxprEqn | None = None
     ) -> None:
         self.known |= dict.fromkeys(variables)
-        self.known_steps.append((list(variables), compute))
+        self.known_steps.append((list(variables), compute, eqn))
 
     def leaves_of(self, atoms: Iterable[Atom]) -> frozenset[int]:
         """Return the indices of the parameters that some values are computed from alone."""
@@ -260,10 +265,44 @@ class _Flow:
         layers = {self.layer_of[i] for i in leaves if i in self.layer_of}
         return len(layers) > 1 or (bool(leaves) and _has_scan(eqn))
 
+    def makers(
+        self, atoms: Iterable[Atom], more: Mapping[Var, JaxprEqn] | None = None
+    ) -> list[JaxprEqn]:
+        """Return the equations of `maker`, and of `more`, that values depend on."""
+        makers = {**self.maker, **(more or {})}
+        wanted, found = _variables(atoms), {}
+        while wanted:
+            eqn = makers.get(wanted.pop())
+            if eqn is not None and id(eqn) not in found:
+                found[id(eqn)] = eqn
+                wanted += _variables(eqn.invars)
+        return [found[key] for key in sorted(found, key=self.order.__getitem__)]
+
+    def compute_in_stages(self, cuts: Sequence[int]) -> None:
+        """Leave what only one stage reads, such as a mask of dropout, to be computed there."""
+        known = {v: eqn for eqn in self.known_eqns for v in eqn.outvars}
+        readers: dict[int, int] = {}
+        ends = [*cuts, len(self.eqns)]
+        for begin, end in zip([0, *cuts], ends, strict=True):
+            atoms = [v for eqn in self.eqns[begin:end] for v in eqn.invars]
+            if end in self.stacks:
+                atoms += self.stacks[end].eqn.invars
+            if end == len(self.eqns):
+                atoms += self.graph.jaxpr.outvars
+            for eqn in self.makers(atoms, known):
+                readers[id(eqn)] = readers.get(id(eqn), 0) + 1 + (begin in self.stacks)
+        alone = [eqn for eqn in self.known_eqns if readers.get(id(eqn)) == 1 and not eqn.effects]
+        self.maker |= {v: eqn for eqn in alone for v in eqn.outvars}
+        in_stages = {id(eqn) for eqn in alone}
+        self.known_steps = [step for step in self.known_steps if id(step[2]) not in in_stages]
+        read = [v for eqn in (*self.eqns, *self.maker.values()) for v in eqn.invars]
+        read_in_stages = set(_variables([*read, *self.graph.jaxpr.outvars]))
+        self.known_read = [v for v in self.known if v in read_in_stages and v not in self.maker]
+
     def known_values(self, args: Sequence[Any]) -> list[Any]:
         """Return the values of `known_read`."""
         env = dict(zip(self.graph.inputs, [*self.graph.consts, *args], strict=True))
-        for variables, compute in self.known_steps:
+        for variables, compute, _ in self.known_steps:
             env.update(zip(variables, compute(env), strict=True))
         return [env[v] for v in self.known_read]
 
@@ -335,7 +374,7 @@ class _Scan:
         """Indices of the stacks of layers, each once."""
         return list(dict.fromkeys(leaf for leaf, _ in self.stacked.values()))
 
-    def known_results(self, flow: _Flow) -> tuple[list[Var], Callable[[dict[Var, Any]], list[Any]]]:
+    def known_results(self, flow: _Flow) -> tuple[list[Var], Compute]:
         """Return the results for every layer that are read, and how to compute them.
 
         Raises:
@@ -587,7 +626,7 @@ class _Stages:
         flow = self.flow
         stacked = {i for scan in flow.stacks.values() for i in scan.leaves}
         parameters = [v for i, v in enumerate(flow.parameters) if i not in stacked]
-        made = self._makers([*(v for eqn in eqns for v in eqn.invars), *outputs])
+        made = flow.makers([*(v for eqn in eqns for v in eqn.invars), *outputs])
 
         def evaluate(rest: list[Any], x: Any, known: list[Any]) -> list[Any]:
             env: dict[Any, Any] = dict(zip(flow.known_read, known, strict=True))
@@ -598,17 +637,6 @@ class _Stages:
             return [jnp.asarray(x, _dtype(v)) if isinstance(v, Literal) else x for x, v in pairs]
 
         return evaluate
-
-    def _makers(self, atoms: Iterable[Atom]) -> list[JaxprEqn]:
-        """Return the equations of values that depend on parameters alone."""
-        made = {id(eqn): eqn for eqn in self.flow.maker.values()}
-        wanted, found = _variables(atoms), set()
-        while wanted:
-            eqn = self.flow.maker.get(wanted.pop())
-            if eqn is not None and id(eqn) not in found:
-                found.add(id(eqn))
-                wanted += _variables(eqn.invars)
-        return [eqn for key, eqn in made.items() if key in found]
 
     def _entering(self, at: int) -> Sequence[Var | None]:
         """Return the variables of x where a stage begins that is no scan."""
@@ -624,7 +652,7 @@ class _Stages:
         return [v for v in made if last.get(v, -1) >= at]
 
     def _beside(self, at: int) -> list[Var]:
-        """Return the variables that a scan needs besides its carry: read in layers, or after it."""
+        """Return the variables beside the carry that a scan needs: read in layers or after it."""
         scan = self.flow.stacks[at]
         count = scan.consts + scan.carried
         atoms = _variables([*scan.eqn.invars[: scan.consts], *scan.eqn.invars[count:]])
