@@ -81,30 +81,19 @@ class InInputs:
 
 
 class HeadCodes(NamedTuple):
-    """E4M3 codes of a head with one scale, computed once for all chunks; None if not needed.
+    """E4M3 codes of a head with one scale, computed once for all chunks; None if not needed."""
 
-    Attributes:
-      forward: [vocab, width], for logits.
-      backward: [width, vocab], for the gradient of hidden states.
-    """
-
-    forward: Quantized | None
-    backward: Quantized | None
+    forward: Quantized | None  # [vocab, width], for logits
+    backward: Quantized | None  # [width, vocab], for the gradient of hidden states
 
 
 def quantize_head(
     head: jax.Array, vocab_axis: int, names: tuple[str, ...], forward: bool, backward: bool
 ) -> HeadCodes:
-    """Quantize a head for the requested products.
+    """Quantize a head, or this device's shard of its vocabulary, for the requested products.
 
     GPUs contract 8-bit operands along the last axis of both, so each product needs an orientation.
-
-    Args:
-      head: the head, or this device's shard of its vocabulary.
-      vocab_axis: the head's vocabulary axis.
-      names: mesh axes that shard the vocabulary; the shards share the scale.
-      forward: whether to quantize for the logits.
-      backward: whether to quantize for the gradient of hidden states.
+    `names` are the mesh axes that shard the vocabulary; the shards share the scale.
     """
     if not (forward or backward):
         return HeadCodes(None, None)
@@ -161,12 +150,7 @@ class InFp8(InInputs):
         return multiply(gradient, of_head, 1, self.wide)
 
     def for_head(self, gradient: Any, is_masked: jax.Array | None) -> jax.Array:
-        """Return dW as [vocab, width], for either `vocab_axis`.
-
-        Args:
-          gradient: result of `operand`.
-          is_masked: tokens to ignore; their hidden states may be NaN.
-        """
+        """Return dW as [vocab, width] for either `vocab_axis`; masked tokens may be NaN."""
         largest = gradient.scales * jnp.float32(GRADIENT.largest)
         scaled = self.hidden.astype(jnp.float32) * largest
         if is_masked is not None:

@@ -50,13 +50,9 @@ class FactoredRule(AdamMiniRule):
 
 @dataclasses.dataclass(frozen=True)
 class Factorable:
-    """A `BlockStructure` that factors the two largest axes of each leaf.
+    """A `BlockStructure` that factors the two largest axes of each leaf."""
 
-    Attributes:
-      min_dim_size_to_factor: least size of both axes of a factored leaf; None is 128.
-    """
-
-    min_dim_size_to_factor: int | None = None
+    min_dim_size_to_factor: int | None = None  # least size of both axes; None is 128
 
     def __post_init__(self) -> None:
         size = self.min_dim_size_to_factor

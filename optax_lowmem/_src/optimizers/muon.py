@@ -145,15 +145,10 @@ class OrthogonalRule(MatrixRule):
 
 @dataclasses.dataclass(frozen=True)
 class MuonRule(UpdateRule):
-    """One rule for matrices and another for all other leaves.
-
-    Attributes:
-      of_matrix: the rule for matrices.
-      rest: the rule for other leaves; its hyperparameters have the prefix "adam_".
-    """
+    """One rule for matrices and another for all other leaves."""
 
     of_matrix: OrthogonalRule = OrthogonalRule()
-    rest: AdamRule = AdamRule(nesterov=True)
+    rest: AdamRule = AdamRule(nesterov=True)  # its hyperparameters have the prefix "adam_"
 
     state_type = FlashMuonState
     prepares = "matrices"

@@ -41,13 +41,9 @@ class _PolicyOfPacks(Policy):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PackedEngine(Engine):
-    """An engine that steps small leaves with equal plans together, as one vector.
+    """An engine that steps small leaves with equal plans together, as one vector."""
 
-    Attributes:
-      below: leaves with fewer elements are packed.
-    """
-
-    below: int
+    below: int  # leaves with fewer elements are packed
 
     def init(self, params: optax.Params) -> Any:
         """Return the state of the packed tree; record decisions for the unpacked leaves."""

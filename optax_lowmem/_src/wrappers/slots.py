@@ -108,10 +108,7 @@ def is_known(state: object, field: str) -> bool:
 def facts(state: object, field: str, ours: bool = False) -> SlotFacts:
     """Return the facts about a field of a state; an unknown field counts as signed.
 
-    Args:
-      state: a node of an optimizer's state.
-      field: name of its field.
-      ours: whether to include the slots of this library's optimizers.
+    The slots of this library's optimizers are known with `ours` only.
     """
     name = type(state).__name__, field
     return (_OURS.get(name) if ours else None) or SLOTS.get(name, _UNKNOWN)
