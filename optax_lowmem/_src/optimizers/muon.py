@@ -204,10 +204,8 @@ def _hyperparameters_at(
     if consistent_rms is not None:
         h["consistent_rms"] = as_f32("consistent_rms", consistent_rms)
     if normuon_b2 is not None:
-        h["b2"], h["one_minus_b2"] = (
-            as_f32("normuon_b2", normuon_b2),
-            complement("normuon_b2", normuon_b2),
-        )
+        h["b2"] = as_f32("normuon_b2", normuon_b2)
+        h["one_minus_b2"] = complement("normuon_b2", normuon_b2)
     rate = at_count("adam_learning_rate", adam_learning_rate, count)
     of_adam = {**adam(count), "lr": rate}
     if adam_weight_decay is not None:

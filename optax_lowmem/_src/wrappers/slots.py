@@ -31,29 +31,11 @@ _FIRST = SlotFacts(signed=True, moment=1)
 _SECOND = SlotFacts(signed=False, moment=2)
 _UNKNOWN = SlotFacts(signed=True, constant_init=False)
 
+_ADAMS = ("ScaleByAdamState", "ScaleByAmsgradState", "ScaleByBeliefState", "ScaleByNovogradState",
+          "ScaleByRStdDevState")  # fmt: skip
 SLOTS: dict[tuple[str, str], SlotFacts] = {
-    **{
-        (state, "mu"): _FIRST
-        for state in (
-            "ScaleByAdamState",
-            "ScaleByAmsgradState",
-            "ScaleByBeliefState",
-            "ScaleByLionState",
-            "ScaleByNovogradState",
-            "ScaleByRStdDevState",
-        )
-    },
-    **{
-        (state, "nu"): _SECOND
-        for state in (
-            "ScaleByAdamState",
-            "ScaleByAmsgradState",
-            "ScaleByBeliefState",
-            "ScaleByNovogradState",
-            "ScaleByRStdDevState",
-            "ScaleByRmsState",
-        )
-    },
+    **{(state, "mu"): _FIRST for state in (*_ADAMS, "ScaleByLionState")},
+    **{(state, "nu"): _SECOND for state in (*_ADAMS, "ScaleByRmsState")},
     ("ScaleByAmsgradState", "nu_max"): SlotFacts(signed=False, running_maximum=True, moment=2),
     ("ScaleByAdanState", "m"): _FIRST,
     ("ScaleByAdanState", "v"): _FIRST,  # despite its name, signed: mean of gradient differences
