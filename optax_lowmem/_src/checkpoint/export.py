@@ -75,8 +75,7 @@ def _write_safetensors(path: StrPath, weights: dict[str, jax.Array]) -> None:
         from safetensors.numpy import save_file
     except ModuleNotFoundError as error:
         raise ImportError(
-            "format='safetensors' needs safetensors: pip install safetensors",
-            name="safetensors",
+            "format='safetensors' needs safetensors: pip install safetensors", name="safetensors"
         ) from error
     arrays = {  # ascontiguousarray makes 0-d arrays 1-d
         name: np.ascontiguousarray(jax.device_get(leaf)).reshape(leaf.shape)

@@ -228,14 +228,10 @@ def flash_factored_adamw(
       updates are not clipped (use `optax.clip_by_block_rms` after `scale_by_factored_adam`), steps
       are not relative to a weight's size, and debiasing and eps are Adam's.
     """
+    rule = FactoredRule(eps_root_is_zero=is_zero(eps_root))
+    moments = adam_moments(b1, b2, eps, eps_root, nesterov=False)
     return optimizer(
-        FactoredRule(eps_root_is_zero=is_zero(eps_root)),
-        adam_moments(b1, b2, eps, eps_root, nesterov=False),
-        learning_rate,
-        completed(storage, _OWN),
-        weight_decay=weight_decay,
-        mask=mask,
-        decouple_lr=decouple_lr,
-        slot_dtypes={"mu": mu_dtype},
-        structure=Factorable(min_dim_size_to_factor),
-    )
+        rule, moments, learning_rate, completed(storage, _OWN),
+        weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr,
+        slot_dtypes={"mu": mu_dtype}, structure=Factorable(min_dim_size_to_factor),
+    )  # fmt: skip

@@ -60,11 +60,7 @@ class PackedEngine(Engine):
         return state
 
     def run(
-        self,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params,
-        **options: Any,
+        self, updates: optax.Updates, state: optax.OptState, params: optax.Params, **options: Any
     ) -> tuple[Any, Any]:
         """Run `Engine.run` on the tree packed as in the state; unpack its result."""
         trees.check_state(state, self.rule.state_type)

@@ -106,7 +106,8 @@ def map_slots(
     order, which is the same before and after jit.
     """
     if is_named_tuple(state):
-        if in_field and not _is_known(state):
+        known = is_state(state) or any(type(state).__name__ == kind for kind, _ in SLOTS)
+        if in_field and not known:
             return state
         fields = {}
         for name in state._fields:
@@ -122,10 +123,6 @@ def map_slots(
         new = {key: map_slots(function, state[key], in_field) for key in keys}
         return type(state)((key, new[key]) for key in state)
     return state
-
-
-def _is_known(node: object) -> bool:
-    return is_state(node) or any(type(node).__name__ == state_type for state_type, _ in SLOTS)
 
 
 def scale_name(slot: str, known: Mapping[str, Any]) -> str:
