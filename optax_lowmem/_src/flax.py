@@ -297,7 +297,7 @@ class Optimizer(nnx.Optimizer[M]):
             merged = nnx.merge(graphdef, params, others)
             result = loss_fn(merged, batch)
             value, aux = result if has_aux else (result, None)
-            return value, (aux, as_pure(split(merged, self.wrt, ...)[2]))
+            return value, (aux, split(merged, self.wrt, ...)[2])
 
         step = train_step(self.tx, loss, layers=layers, has_aux=True, **kwargs)
         given = as_pure(params), as_pure(self.opt_state), (as_pure(others), batch)

@@ -202,7 +202,7 @@ def test_gradients_of_what_several_stages_read(case):
 
 def test_a_loss_is_traced_in_every_step():
     """JAX keeps jaxprs by function; a step that is built or called again needs a new one."""
-    factor = {"value": 1.0, "read": "unread"}
+    factor = {"value": 1.0, "read": "shared"}
 
     def scaled(params, batch):
         return plain(params, batch) * factor["value"]
@@ -218,9 +218,9 @@ def test_a_loss_is_traced_in_every_step():
         layered = jax.jit(release.train_step(tx, dataclasses.replace(MODEL, first=first)))
         return step(params, state, batch)[0], layered(params, state, batch)[1]["unread"]
 
-    one, moved = values()
-    factor |= {"value": 2.0, "read": "shared"}
-    double, unmoved = values()
+    one, unmoved = values()
+    factor |= {"value": 2.0, "read": "unread"}
+    double, moved = values()
     assert double == 2 * one
     assert jnp.any(moved != params["unread"]) and jnp.all(unmoved == params["unread"])
 
@@ -527,6 +527,16 @@ def test_an_nnx_model(scanned, batch_norm):
     )
     same = jax.tree.map(lambda a, b: bool(jnp.all(a == b)), found, wanted)
     assert all(jax.tree.leaves(same)), same
+
+
+def test_an_nnx_model_has_the_variables_that_its_loss_adds():
+    def adding(model, batch):
+        model.seen = nnx.Intermediate(batch["tokens"])
+        return nnx_loss(model, batch)
+
+    model, (batch,) = NnxModel(nnx.Rngs(0), scanned=True), batches()
+    Optimizer(model, make("flash_sgd"), wrt=nnx.Param).release_step(model, adding, batch)
+    np.testing.assert_array_equal(model.seen[...], batch["tokens"])
 
 
 def test_statistics_in_an_nnx_scan_are_refused():
