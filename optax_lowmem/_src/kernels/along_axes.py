@@ -128,6 +128,19 @@ class Cut:
             groups = members.reshape(-1, alike).tolist() if alike > 1 else None
         return lax.psum(x, EVERY, axis_index_groups=groups) if groups else x
 
+    def like_sum(self, x: jax.Array, names: Names) -> jax.Array:
+        """Return the part of an array that belongs to this device's part of the result of `sum`.
+
+        It is the array, unless `sum` scatters its result along one of the array's axes.
+        """
+        axis, places = self._scattered or (None, np.zeros(0))
+        d = names.index(axis) if axis in names else None
+        if d is None or x.shape[d] == 1:  # one scale for all
+            return x
+        size = x.shape[d] // (int(places.max()) + 1)
+        start = jnp.asarray(np.uint32(places * size))[lax.axis_index(EVERY)]
+        return lax.dynamic_slice_in_dim(x, start, size, d)
+
     def max(self, x: jax.Array, *axes: str) -> jax.Array:
         """Return the maximum, likewise, of f32 values of at least 0; NaN is the largest."""
         groups = self.groups(axes)
