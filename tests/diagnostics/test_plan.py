@@ -131,7 +131,7 @@ def test_command(tmp_path, capsys):
     assert lines[-1].endswith("--batch 5 --release")
     lines = run(capsys, "--params", str(file), "--gpu", "24GiB", "--pcie", "50")
     assert "23.84 GiB to the GPU" in lines[-3] and "0.51 s each way at 50 GB/s" in lines[-3]
-    assert "256 KiB per token of host memory" in lines[-2]
+    assert "264 KiB of host memory per token" in lines[-2]
     assert "--batch" in lines[-1] and "--offload --micro-batch" in lines[-1]
     lines = run(capsys, "--params", str(file), "--gpu", "19GiB", "--lora", "o_proj", "--rank", "4")
     assert lines[-1].endswith("--lora o_proj --rank 4")

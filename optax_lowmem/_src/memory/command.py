@@ -18,7 +18,7 @@ LORA = "lora"
 _MEANING = {
     RESIDENT: "All gradients exist at once.",
     RELEASE: "Each layer is updated inside the backward pass.",
-    OFFLOAD: "As release, with the optimizer's state in host memory.",
+    OFFLOAD: "Like release, and the optimizer's state is in host memory.",
     LORA: "Adapters are trained; the weights are frozen.",
 }
 _SHORTEST = 128  # rows that are worth a try
@@ -133,12 +133,12 @@ def recommendation(
     yield f"Recommended: {mode.name}. {_MEANING[mode.name]}"
     if mode.host:
         size, seconds = f"{mode.host / 2**30:.2f} GiB", mode.host / (1e9 * args.pcie)
-        inputs = 2 * sizes.layers * sizes.width / 2**10
+        inputs = 2 * (sizes.layers + 1) * sizes.width / 2**10
         yield (
             f"A step copies {size} to the GPU and {size} back, whatever its batch: {seconds:.2f} s "
             f"each way at {args.pcie:g} GB/s (computed)."
         )
-        yield f"Inputs of layers take {inputs:.0f} KiB per token of host memory."
+        yield f"The inputs of layers take {inputs:.0f} KiB of host memory per token."
     flags = {
         RELEASE: " --release",
         OFFLOAD: f" --offload --micro-batch {mode.batch}",
