@@ -269,5 +269,4 @@ TABLES = {
     "fits": fits,
     "plan": Rendered(comparison, "plan"),
     "plan_8b_24": printed("24GiB"),
-    "plan_8b_80": printed("80GiB"),
 }

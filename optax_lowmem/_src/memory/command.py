@@ -138,7 +138,7 @@ def recommendation(
             f"A step copies {size} to the GPU and {size} back, whatever its batch: {seconds:.2f} s "
             f"each way at {args.pcie:g} GB/s (computed)."
         )
-        yield f"The inputs of the layers and the head take {inputs:.0f} KiB of host memory per token."
+        yield f"Inputs of the layers and the head take {inputs:.0f} KiB of host memory per token."
     flags = {
         RELEASE: " --release",
         OFFLOAD: f" --offload --micro-batch {mode.batch}",
