@@ -24,14 +24,7 @@ from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 def mean_of_squares(
     block: Block, g: jax.Array, scale: jax.Array | None = None, in_parts: bool = True
 ) -> jax.Array:
-    """Return the mean of (scale g)^2 over each block, f32, with shape `block.mean_shape`.
-
-    Args:
-      block: which elements share a mean.
-      g: the gradient, f32 or 16-bit.
-      scale: an f32 factor; None for 1.
-      in_parts: as in `Block.mean`.
-    """
+    """Return the mean of (scale g)^2 over each block, f32, with shape `block.mean_shape`."""
     x = numerics.widen(g)
     return block.mean(jnp.square(x if scale is None else x * scale), in_parts)
 
@@ -232,13 +225,7 @@ _by_xla = jax.jit(mean_of_squares, static_argnames=("block", "in_parts"))
 
 
 def supported(block: Block, g: jax.Array, implementation: str | None = None) -> str | None:
-    """Return the reason why XLA averages a leaf, or None if the kernel does.
-
-    Args:
-      block: the leaf's block.
-      g: the leaf's gradient.
-      implementation: the caller's choice, or None.
-    """
+    """Return the reason why XLA averages a leaf, or None if the kernel does."""
     reason = _no_kernel_reason(g, implementation)
     if reason is not None:
         return reason
@@ -265,14 +252,7 @@ def means_of_squares(
     scale: jax.Array | None = None,
     implementation: str | None = None,
 ) -> list[jax.Array]:
-    """Return `mean_of_squares` of each leaf.
-
-    Args:
-      blocks: one per leaf.
-      gradients: f32 or 16-bit.
-      scale: an f32 factor of all gradients; None for 1.
-      implementation: `xla`, `pallas`, `triton`, or None for the fastest.
-    """
+    """Return `mean_of_squares` of each leaf; `implementation` None chooses the fastest."""
     if not gradients:
         return []
     fitted = [block.fit(g.shape) for block, g in zip(blocks, gradients, strict=True)]
@@ -346,14 +326,7 @@ def operands(
     shapes: Sequence[tuple[int, ...]],
     implementation: str | None = None,
 ) -> list[Any]:
-    """Return what the step reads of each leaf's v_mean (`Block.operands`), by a kernel if it can.
-
-    Args:
-      blocks: one per leaf.
-      values: v_mean of each leaf, f32.
-      shapes: shapes of the leaves.
-      implementation: as in `means_of_squares`.
-    """
+    """Return what the step reads of each leaf's v_mean (`Block.operands`), by a kernel if any."""
     results: dict[int, Any] = {}
     alike: dict[Any, list[int]] = {}
     for i, (block, v, shape) in enumerate(zip(blocks, values, shapes, strict=True)):

@@ -29,14 +29,7 @@ def means(
     scale: jax.Array,
     backend: str = "pallas",
 ) -> list[jax.Array]:
-    """Return the mean of (scale g)^2 over each block of equal leaves, f32 and flat.
-
-    Args:
-      passes: the launches of each leaf, from `block_means.passes`.
-      gradients: f32 or 16-bit, of one shape.
-      scale: f32 scalar.
-      backend: as in `gpu_kernel.launch`.
-    """
+    """Return the mean of (scale g)^2 over each block of equal leaves, f32 and flat."""
     arrays = tuple(gradients)
     for i, one in enumerate(passes):
         arrays = tuple(_run_pass(one, arrays, scale, i == 0, backend))
@@ -197,14 +190,7 @@ _PART = 1024  # elements per program
 def factors(
     block: Factors, shape: tuple[int, ...], values: Sequence[jax.Array], backend: str = "pallas"
 ) -> list[tuple[jax.Array, ...]]:
-    """Return `Factors.operands` of equal leaves, with one launch.
-
-    Args:
-      block: the leaves' block, whose columns are the last axis.
-      shape: the leaves' shape.
-      values: R and C of each leaf, concatenated, f32.
-      backend: as in `gpu_kernel.launch`.
-    """
+    """Return `Factors.operands` of equal leaves from R and C, concatenated, in one launch."""
     outer, rows, between, _ = block.matrices(shape)
     viewed = tuple(v.reshape(outer * between, -1) for v in values)
     results = _launch_factors(viewed, between, rows, backend)

@@ -317,12 +317,7 @@ def _projection(
 ) -> Block | str:
     """Return the per-neuron block of a value or output projection of an attention.
 
-    Args:
-      leaf: the kernel.
-      leaves: all leaves.
-      matrix: describes a kernel of two axes.
-      axes: the axes of inputs of a kernel of three axes.
-      tensor: describes such a kernel.
+    `matrix` and `tensor` describe kernels of two and of three axes, whose inputs are `axes`.
     """
     if len(leaf.inner_shape) == 4:
         leaf = layered(leaf)

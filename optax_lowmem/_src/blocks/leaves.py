@@ -28,19 +28,12 @@ class Heads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModuleLeaf:
-    """A leaf with its module, derived from its path.
-
-    Attributes:
-      path: path of the leaf, with components joined by `/`.
-      shape: shape of the leaf.
-      stacked: axes that stack layers or experts, never averaged over.
-      why: how the stacked axes were recognised.
-    """
+    """A leaf with its module, derived from its path."""
 
     path: str
     shape: tuple[int, ...]
-    stacked: tuple[int, ...] = ()
-    why: str = ""
+    stacked: tuple[int, ...] = ()  # axes that stack layers or experts, never averaged over
+    why: str = ""  # how the stacked axes were recognised
 
     @property
     def names(self) -> list[str]:

@@ -145,11 +145,7 @@ def _checked_arguments(
 
 
 def _block(
-    leaf: ModuleLeaf,
-    leaves: Leaves,
-    counts: Heads,
-    rules: Sequence[Rule],
-    default: str,
+    leaf: ModuleLeaf, leaves: Leaves, counts: Heads, rules: Sequence[Rule], default: str
 ) -> Block:
     for pattern, value in rules:
         if fnmatch.fnmatchcase(leaf.path, pattern):

@@ -52,22 +52,18 @@ def export(
     if kind not in (jnp.float32, jnp.bfloat16):
         raise TypeError(f"weights are exported in float32 or bfloat16, not {kind}")
     check_choice("format", format, _FORMATS)
-    names = _dotted(params)
+    names = [name for name, _ in trees.named_leaves(params, _dotted, "in the file")]
     masters, params = master_params(params, state), clean_params(params, state)
     weights = jax.tree.map(lambda p, w: p if p.dtype == kind else _cast(w, kind), params, masters)
     if format == "safetensors":
         _write_safetensors(path, dict(zip(names, jax.tree.leaves(weights), strict=True)))
     else:
-        _write_orbax(path, weights)
+        with files.orbax().StandardCheckpointer() as checkpointer:
+            checkpointer.save(files.absolute(path), weights)
 
 
-def _dotted(params: optax.Params) -> list[str]:
-    """Return the leaves' names in a file; raise if two are equal."""
-
-    def name_of(path: tuple[object, ...]) -> str:
-        return trees.path_name(path).replace("/", ".")
-
-    return [name for name, _ in trees.named_leaves(params, name_of, "in the file")]
+def _dotted(path: tuple[object, ...]) -> str:
+    return trees.path_name(path).replace("/", ".")
 
 
 def _cast(w: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -79,18 +75,10 @@ def _write_safetensors(path: StrPath, weights: dict[str, jax.Array]) -> None:
         from safetensors.numpy import save_file
     except ModuleNotFoundError as error:
         raise ImportError(
-            "format='safetensors' needs safetensors: pip install safetensors",
-            name="safetensors",
+            "format='safetensors' needs safetensors: pip install safetensors", name="safetensors"
         ) from error
-    arrays = {
-        name: np.ascontiguousarray(jax.device_get(leaf)).reshape(
-            leaf.shape
-        )  # ascontiguousarray makes 0-d arrays 1-d
+    arrays = {  # ascontiguousarray makes 0-d arrays 1-d
+        name: np.ascontiguousarray(jax.device_get(leaf)).reshape(leaf.shape)
         for name, leaf in weights.items()
     }
     save_file(arrays, os.fspath(path), metadata={"format": "jax"})
-
-
-def _write_orbax(path: StrPath, weights: optax.Params) -> None:
-    with files.orbax().StandardCheckpointer() as checkpointer:
-        checkpointer.save(files.absolute(path), weights)

@@ -132,12 +132,7 @@ _BY_NAME = ("hyperparams", "hyperparams_states")
 
 
 class _Converter:
-    """Convert a state between low memory (`ours`) and optax (`theirs`).
-
-    Args:
-      decisions: those of the `init` of the low-memory optimizer.
-      to_optax: the direction.
-    """
+    """Convert a state between low memory (`ours`) and optax (`theirs`), in one direction."""
 
     def __init__(self, decisions: list[context.Decision], to_optax: bool):
         self.decisions, self.to_optax = Decisions(decisions), to_optax
@@ -474,12 +469,8 @@ def encode_leaf(
 ) -> tuple[jax.Array, jax.Array]:
     """Encode f32 values as the optimizer stores them, and return the slot and its scales.
 
-    Args:
-      decision: how the optimizer stores the slot.
-      x: f32 values, one per element; if a block shares a value, it is the mean over the block.
-      like: a stored slot with the dtype and shape of the result.
-      seed: the state's seed.
-      count: number of steps so far; the next step uses different random bits.
+    `x` has a value per element; if a block shares a value, it is the mean over the block. `like`
+    has the dtype and shape of the stored slot.
     """
     if decision.block is not None and x.shape != decision.values_shape:
         x = decision.block.mean(x)
@@ -513,13 +504,7 @@ def decode_leaf(
 def map_coded_slots(
     state: CompressedState, inner: optax.OptState, function: Callable[[str, str, Any], Any]
 ) -> Any:
-    """Replace the quantized slots of `inner`, a state like `state.inner_state`.
-
-    Args:
-      state: its scales determine which slots are quantized.
-      inner: the state whose slots are replaced.
-      function: (slot, key of its scales, value) -> new value.
-    """
+    """Replace the quantized slots of `inner` by function(slot, key of its scales, value)."""
     seen: dict[str, None] = {}
 
     def visit(node: optax.OptState, field: str, value: Any) -> Any:
@@ -542,16 +527,9 @@ def _encode_slot(
     count: jax.Array,
     where: str,
 ) -> tuple[Any, Any]:
-    """Return a stored slot and its scales with other values.
+    """Return a stored slot and its scales with other f32 values, by path; other leaves are kept.
 
-    Args:
-      stored: the slot; its leaves that are not in `values` are kept.
-      scales: its scales.
-      values: f32 values by path.
-      pop: path -> how the optimizer stores the leaf.
-      seed: the state's seed.
-      count: number of steps so far.
-      where: names the slot in errors.
+    `pop` returns how the optimizer stores the leaf of a path, and `where` names the slot in errors.
     """
     _, in_packs = packs.layout(stored)
     pairs = []

@@ -45,12 +45,7 @@ def packed(tree: object) -> Any:
 
 
 def unpacked(restored: object, target: object) -> Any:
-    """Return the tree of `target`, from the arrays of its packed form.
-
-    Args:
-      restored: what was restored for `packed(target)`; None if that is None.
-      target: abstract arrays with shardings.
-    """
+    """Return the tree of `target`, abstract arrays with shardings, from its packed form."""
     arrays = iter(jax.tree.leaves(restored))
     return jax.tree.map(
         lambda like: (
@@ -75,12 +70,8 @@ def targets(
 ) -> tuple[Any, Any]:
     """Return abstract parameters and state, every leaf with its sharding.
 
-    Args:
-      params_like: concrete or abstract arrays; those without a sharding are replicated over the
-        devices of those that have one, or go to the default device.
-      state_like: abstract state of the optimizer.
-      shardings: of the state, or None.
-      decisions: how the optimizer stores each slot.
+    Parameters without a sharding are replicated over the devices of those that have one, or go to
+    the default device. `shardings` are those of the state, or None.
     """
     here = replicated(params_like)
     params = jax.tree.map(

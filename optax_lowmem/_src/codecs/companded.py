@@ -163,11 +163,7 @@ class CompandedCodec(GroupCodec):
 
 @dataclasses.dataclass(frozen=True)
 class SoftsignCodec(CompandedCodec):
-    r"""phi(x) = 2 x / (1 + |x|), phi^-1(z) = z / (2 - |z|) on x = m / s.
-
-    Attributes:
-      bits: bits per code.
-    """
+    """phi(x) = 2 x / (1 + |x|), phi^-1(z) = z / (2 - |z|) on x = m / s."""
 
     scale: Any = dataclasses.field(default_factory=E8M8Scale)
     bits: int = 8
@@ -229,11 +225,7 @@ def softsign_paper() -> SoftsignCodec:
 
 @dataclasses.dataclass(frozen=True)
 class SqrtCodec(CompandedCodec):
-    r"""phi(v) = sqrt(v), scaled by its group maximum; non-negative values only.
-
-    Attributes:
-      bits: bits per code.
-    """
+    """phi(v) = sqrt(v), scaled by its group maximum; non-negative values only."""
 
     signed: bool = False
     bits: int = 8
@@ -304,11 +296,7 @@ def sqrt_paper() -> SqrtCodec:
 
 @dataclasses.dataclass(frozen=True)
 class LinearCodec(CompandedCodec):
-    """Codes of x / s times the largest code, without companding.
-
-    Attributes:
-      bits: bits per code.
-    """
+    """Codes of x / s times the largest code, without companding."""
 
     bits: int = 8
 

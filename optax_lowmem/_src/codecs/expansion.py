@@ -97,12 +97,10 @@ class ExpandedCodec(GroupCodec):
     powers of two have errors of 2^-22 in GPU kernels, so codes next to a tie may differ from XLA's
     by one. A step takes two logarithms and two powers per element; stochastic rounding adds none
     (`MinifloatCodec.odds` states its bias).
-
-    Attributes:
-      inner: the codec of the expanded values; its scale is not used.
     """
 
     scale: ExpansionScale = dataclasses.field(default_factory=ExpansionScale)
+    # the codec of the expanded values; its scale is not used
     inner: MinifloatCodec | DynamicCodec = dataclasses.field(default_factory=E4M3Codec)
 
     def __post_init__(self) -> None:

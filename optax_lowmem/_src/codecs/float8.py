@@ -140,13 +140,10 @@ class MinifloatCodec(CompandedCodec):
     def round_octaves(
         self, octaves: jax.Array, uniforms: jax.Array | None, odds: Odds
     ) -> jax.Array:
-        """Return codes (int32, at least 1) of numbers from their log2.
+        """Return codes (int32, at least 1) of numbers from log2; the largest has `top_octaves`.
 
-        Args:
-          octaves: log2 of the numbers, in units where the largest has `top_octaves` (or a rounding
-            error more).
-          uniforms: for stochastic rounding between powers; None rounds numbers to nearest.
-          odds: the `Odds` of each element's group.
+        Uniforms round stochastically between powers, with each group's `Odds`; None rounds numbers
+        to nearest.
         """
         one, t = 1 << self._shift, numerics.exp2(octaves)
         steps = jnp.clip(self._steps(t), jnp.int32(one), jnp.int32(self.levels * one))
@@ -260,10 +257,7 @@ class DynamicCodec(MappedCodec):
     ) -> jax.Array:
         """Return codes (int32, at least 1) of values 2^octaves; P is exact, at two logarithms more.
 
-        Args:
-          octaves: log2 of the values, at most a rounding error above `top_octaves`.
-          uniforms: for stochastic rounding between powers; None rounds values to nearest.
-          odds: the result of `odds` for each element's group.
+        `octaves` is at most a rounding error above `top_octaves`; see `MinifloatCodec`.
         """
         octaves = jnp.minimum(octaves, jnp.float32(0))
         z = jnp.clip(self.position(numerics.exp2(octaves), jnp.float32(1)), 1, self.levels)

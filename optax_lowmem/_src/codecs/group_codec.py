@@ -52,10 +52,7 @@ _decode_by_xla = jax.jit(decode_array, static_argnames=("codec", "group_size", "
 def supported(x: Any, group_size: int, codec: GroupCodec | None = None) -> str | None:
     """Return why no kernel supports an array on this platform, or None if one does.
 
-    Args:
-      x: values or codes, or their `jax.ShapeDtypeStruct`.
-      group_size: neighbours on the last axis that share a scale.
-      codec: the codec it is stored with; None is any with one code per byte.
+    `x` may be values or codes; without a codec, the answer is for any with one code per byte.
     """
     return platform.no_kernel_reason(x) or _array_reason(x, group_size, codec)
 

@@ -25,9 +25,10 @@ LEAD = 8
 DECAY = 0.99
 
 
-def check_constants(ignore: int, interval: int, least: int, decay: float) -> None:
+def check_constants(decay: float = 0.0, **steps: int) -> None:
     """Raise ValueError unless the constants of the heuristics are in range."""
-    for name, value, low in (("ignore", ignore, 0), ("interval", interval, 1), ("least", least, 1)):
+    for name, value in steps.items():
+        low = 0 if name == "ignore" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ValueError(f"{name} must be a number of steps, at least {low}, got {value!r}")
     if not 0 <= decay < 1:
@@ -80,7 +81,7 @@ def rms_spikes(
       >>> lowmem.diagnostics.rms_spikes(rms).tolist()
       [1200, 1500]
     """
-    check_constants(ignore, interval, 1, 0.0)
+    check_constants(ignore=ignore, interval=interval)
     series = _series("rms", rms)
     hits = ~(series < threshold)
     hits[:ignore] = False
@@ -125,7 +126,7 @@ def loss_spikes(
       >>> lowmem.diagnostics.loss_spikes(losses).tolist()
       [1500]
     """
-    check_constants(ignore, interval, least, decay)
+    check_constants(decay, ignore=ignore, interval=interval, least=least)
     series = _series("losses", losses)
     hits = np.zeros(series.shape, bool)
     seen, mean, variance = 0, 0.0, 0.0
@@ -213,9 +214,8 @@ class SpikeDetector:
     decay: float = DECAY
 
     def __post_init__(self) -> None:
-        check_constants(self.ignore, self.interval, self.least, self.decay)
-        if isinstance(self.lead, bool) or not isinstance(self.lead, int) or self.lead < 1:
-            raise ValueError(f"lead must be a number of steps, at least 1, got {self.lead!r}")
+        steps = {name: getattr(self, name) for name in ("ignore", "interval", "least", "lead")}
+        check_constants(self.decay, **steps)
 
     def init(self) -> SpikeState:
         """Return the state before the first step."""
@@ -336,8 +336,7 @@ def predicted(
     """
     if not 0 <= ignore < steps:
         raise ValueError(f"a run of {steps} steps has none left after ignore={ignore}")
-    if lead < 1:
-        raise ValueError(f"lead must be a number of steps, at least 1, got {lead!r}")
+    check_constants(lead=lead)
     loss_steps, rms_steps = (np.asarray(s, np.int64).reshape(-1) for s in (losses, rms))
     for name, result in (("losses", loss_steps), ("rms", rms_steps)):
         if result.size and not ignore <= result.min() <= result.max() < steps:

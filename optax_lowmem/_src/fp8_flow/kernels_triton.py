@@ -172,7 +172,7 @@ ROWS, COLUMNS = 128, {1: 128, 2: 64, 4: 64}
 
 
 def _load(x: Operand, row: jax.Array, column: jax.Array, like: Operand) -> jax.Array:
-    """Load a tile of a matrix, or of a row or column that broadcasts to it."""
+    """Load a tile of a matrix of the shape of `like`, or of a row or column that broadcasts."""
     if x.shape != like.shape:
         one = lax.iota(jnp.int32, 1)
         row, column = (

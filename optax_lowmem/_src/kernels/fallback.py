@@ -150,6 +150,7 @@ def _of_fallback(several: _Flat, count: int) -> _Flat:
 
 
 def _impl(*operands: Any, kernel: Any, several: _Flat, count: int, **_: Any) -> list[jax.Array]:
+    """Run the kernel outside of jit; the fallback if the arrays are on several devices."""
     if kernel is not None and _on_one_device(operands):
         return _of_jaxpr(kernel, count)(*operands)
     return several(*operands[:count])

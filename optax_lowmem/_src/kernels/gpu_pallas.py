@@ -55,7 +55,7 @@ class Reference(Operand):
     def load(
         self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
     ) -> jax.Array:
-        """Load elements; `early` loads are volatile."""
+        """Load elements; `early` loads are volatile, so that none is moved down to its use."""
         if mask is None and not early and all(isinstance(i, int) for i in index):
             return self.ref[index]
         # Pallas cannot convert integers to FP8

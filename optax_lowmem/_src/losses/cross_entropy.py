@@ -281,20 +281,13 @@ class _Layout:
         self, hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Reshard the arguments to `specs` on Explicit axes; on Auto axes shard_map does it."""
-        labels = self._reshard(labels, self.of_tokens)
+        labels = self.place(labels, self.of_tokens)
         if weights is not None:
-            weights = self._reshard(weights, self.of_tokens)
-        return self._reshard(hidden, self.of_hidden), head, labels, weights
+            weights = self.place(weights, self.of_tokens)
+        return self.place(hidden, self.of_hidden), head, labels, weights
 
-    def gathered(self, head: jax.Array) -> jax.Array:
-        """Gather the head's width on Explicit axes."""
-        return self._reshard(head, self.of_head())
-
-    def as_head(self, x: jax.Array) -> jax.Array:
-        """Reshard a gradient to the head's sharding, on Explicit axes."""
-        return self._reshard(x, self.of_head(self.width))
-
-    def _reshard(self, x: jax.Array, spec: P) -> jax.Array:
+    def place(self, x: jax.Array, spec: P) -> jax.Array:
+        """Reshard an array on Explicit axes."""
         sharding = jax.sharding.NamedSharding(self.mesh, spec) if self.explicit else None
         return reshard(x, sharding)
 
@@ -484,8 +477,10 @@ def _sweep_devices(
             of_tokens, of_hidden if needed.hidden else None, result if needed.head else None
         ),
         axis_names=layout.manual,
-    )(hidden, layout.gathered(head), labels, scale)  # fmt: skip
-    return losses, for_hidden, None if for_head is None else layout.as_head(for_head)
+    )(hidden, layout.place(head, of_head), labels, scale)  # fmt: skip
+    if for_head is not None:
+        for_head = layout.place(for_head, layout.of_head(layout.width))
+    return losses, for_hidden, for_head
 
 
 def _refuse_derivative(loss: _Loss, *more: Any) -> Any:
@@ -605,8 +600,8 @@ def _chunk(
     scale: jax.Array | None,
 ) -> Gradients:
     """Compute the logits of one chunk, its losses and gradients."""
-    how = (loss.vocab_axis, loss.precision)
-    products = InInputs(hidden, head, *how) if codes is None else InFp8(hidden, head, codes, *how)
+    kind = InInputs if codes is None else InFp8
+    products = kind(hidden, head, loss.vocab_axis, loss.precision, codes)
     logits = products.logits()
     if loss.soft_cap is not None:
         logits = loss.soft_cap * jnp.tanh(logits / loss.soft_cap)

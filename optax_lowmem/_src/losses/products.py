@@ -37,20 +37,25 @@ def f32_or_more(*arrays: jax.Array) -> jnp.dtype:
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
-class InInputs:
-    """Products of a chunk in the common dtype of its arguments.
+class HeadCodes(NamedTuple):
+    """E4M3 codes of a head with one scale, computed once for all chunks; None if not needed."""
 
-    Args:
-      hidden: [..., width].
-      head: the head.
-      vocab_axis: the head's vocabulary axis.
-      precision: as in `jax.lax.dot`.
-    """
+    forward: Quantized | None  # [vocab, width], for logits
+    backward: Quantized | None  # [width, vocab], for the gradient of hidden states
+
+
+class InInputs:
+    """Products of a chunk in the common dtype of its arguments; `codes` are not used."""
 
     def __init__(
-        self, hidden: jax.Array, head: jax.Array, vocab_axis: int, precision: PrecisionLike
+        self,
+        hidden: jax.Array,
+        head: jax.Array,
+        vocab_axis: int,
+        precision: PrecisionLike,
+        codes: HeadCodes | None,
     ):
-        self.vocab_axis, self.precision = vocab_axis, precision
+        self.vocab_axis, self.precision, self.codes = vocab_axis, precision, codes
         self.dtype, self.wide = jnp.result_type(hidden, head), f32_or_more(hidden, head)
         self.hidden, self.head = hidden.astype(self.dtype), head.astype(self.dtype)
         self.dot = partial(jnp.einsum, precision=precision, preferred_element_type=self.wide)
@@ -80,31 +85,13 @@ class InInputs:
         return lax.dot_general(left, right, dims, self.precision, self.wide)
 
 
-class HeadCodes(NamedTuple):
-    """E4M3 codes of a head with one scale, computed once for all chunks; None if not needed.
-
-    Attributes:
-      forward: [vocab, width], for logits.
-      backward: [width, vocab], for the gradient of hidden states.
-    """
-
-    forward: Quantized | None
-    backward: Quantized | None
-
-
 def quantize_head(
     head: jax.Array, vocab_axis: int, names: tuple[str, ...], forward: bool, backward: bool
 ) -> HeadCodes:
-    """Quantize a head for the requested products.
+    """Quantize a head, or this device's shard of its vocabulary, for the requested products.
 
     GPUs contract 8-bit operands along the last axis of both, so each product needs an orientation.
-
-    Args:
-      head: the head, or this device's shard of its vocabulary.
-      vocab_axis: the head's vocabulary axis.
-      names: mesh axes that shard the vocabulary; the shards share the scale.
-      forward: whether to quantize for the logits.
-      backward: whether to quantize for the gradient of hidden states.
+    `names` are the mesh axes that shard the vocabulary; the shards share the scale.
     """
     if not (forward or backward):
         return HeadCodes(None, None)
@@ -123,25 +110,9 @@ class InFp8(InInputs):
 
     Each row of H and G has a scale, so that a token's result does not depend on others. dW is a sum
     over tokens, so G's scales multiply H's rows: dW = (s_G H)^T Q(G), and s_G H has one scale.
-
-    Args:
-      hidden: [..., width].
-      head: the head.
-      codes: codes of the head.
-      vocab_axis: the head's vocabulary axis.
-      precision: precision of logits that are not computed from codes.
     """
 
-    def __init__(
-        self,
-        hidden: jax.Array,
-        head: jax.Array,
-        codes: HeadCodes,
-        vocab_axis: int,
-        precision: PrecisionLike,
-    ):
-        super().__init__(hidden, head, vocab_axis, precision)
-        self.codes = codes
+    codes: HeadCodes
 
     def logits(self) -> jax.Array:
         """Return Z."""
@@ -161,12 +132,7 @@ class InFp8(InInputs):
         return multiply(gradient, of_head, 1, self.wide)
 
     def for_head(self, gradient: Any, is_masked: jax.Array | None) -> jax.Array:
-        """Return dW as [vocab, width], for either `vocab_axis`.
-
-        Args:
-          gradient: result of `operand`.
-          is_masked: tokens to ignore; their hidden states may be NaN.
-        """
+        """Return dW as [vocab, width] for either `vocab_axis`; masked tokens may be NaN."""
         largest = gradient.scales * jnp.float32(GRADIENT.largest)
         scaled = self.hidden.astype(jnp.float32) * largest
         if is_masked is not None:

@@ -66,37 +66,27 @@ _KNOWN_TO_MUON = inspect.signature(optax.contrib.muon).parameters
 _SCALE_OF_MUON: dict[str, Any] = (
     {"consistent_rms": 0.2} if "consistent_rms" in _KNOWN_TO_MUON else {}
 )
-_ADAM_FIELDS = {"mu": "ScaleByAdamState.mu", "nu": "ScaleByAdamState.nu"}
+_adam = functools.partial(
+    OptimizerRecord,
+    learning_rate=1e-2,
+    optax_fields={"mu": "ScaleByAdamState.mu", "nu": "ScaleByAdamState.nu"},
+)
 
 
 def _adamw(make: Constructor, **more: Any) -> OptimizerRecord:
     """Return the record of an AdamW that differs only in its codecs."""
-    return OptimizerRecord(
-        rule=AdamRule(),
-        make=make,
-        plain=optax.adamw,
-        learning_rate=1e-2,
-        optax_fields=_ADAM_FIELDS,
-        undecayed=optax.adam,
-        **more,
-    )
+    plain, undecayed = optax.adamw, optax.adam
+    return _adam(rule=AdamRule(), make=make, plain=plain, undecayed=undecayed, **more)
 
 
 def _adamw_with_fewer_moments(
     rule: AdamMiniRule, make: Constructor, plain: Constructor, **more: Any
 ) -> OptimizerRecord:
     """Return the record of an AdamW with fewer second moments; it can continue optax's AdamW."""
-    return OptimizerRecord(
-        rule=rule,
-        make=make,
-        plain=plain,
-        learning_rate=1e-2,
-        optax_fields=_ADAM_FIELDS,
-        counterpart=optax.adamw,
-        undecayed=optax.adam,
-        plain_scale_by=optax.scale_by_adam,
-        **more,
-    )
+    return _adam(
+        rule=rule, make=make, plain=plain, counterpart=optax.adamw, undecayed=optax.adam,
+        plain_scale_by=optax.scale_by_adam, **more,
+    )  # fmt: skip
 
 
 def _adam_mini(make: Constructor, **more: Any) -> OptimizerRecord:
@@ -108,20 +98,8 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
     "flash_adamw": _adamw(
         flash_adamw, scale_by=scale_by_flash_adam, plain_scale_by=optax.scale_by_adam
     ),
-    "flash_adam": OptimizerRecord(
-        rule=AdamRule(),
-        make=flash_adam,
-        plain=optax.adam,
-        learning_rate=1e-2,
-        optax_fields=_ADAM_FIELDS,
-    ),
-    "stable_adamw": OptimizerRecord(
-        rule=StableAdamRule(),
-        make=stable_adamw,
-        plain=_clipped_adamw,
-        learning_rate=1e-2,
-        optax_fields=_ADAM_FIELDS,
-    ),
+    "flash_adam": _adam(rule=AdamRule(), make=flash_adam, plain=optax.adam),
+    "stable_adamw": _adam(rule=StableAdamRule(), make=stable_adamw, plain=_clipped_adamw),
     "coat_adamw": _adamw(coat_adamw),
     "q_adamw": _adamw(q_adamw),
     "q_adam_mini": _adam_mini(q_adam_mini),
@@ -167,10 +145,7 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
         make=functools.partial(flash_muon, **_SCALE_OF_MUON),
         plain=functools.partial(optax.contrib.muon, **_SCALE_OF_MUON),
         learning_rate=1e-2,
-        optax_fields={
-            "mu": ("MuonState.mu", "ScaleByAdamState.mu"),
-            "nu": "ScaleByAdamState.nu",
-        },
+        optax_fields={"mu": ("MuonState.mu", "ScaleByAdamState.mu"), "nu": "ScaleByAdamState.nu"},
         optax_constants=("MuonState.ns_coeffs",),
     ),
 }

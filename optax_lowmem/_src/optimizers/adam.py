@@ -262,15 +262,9 @@ def flash_adamw(
     """
     rule = AdamRule(nesterov, is_zero(eps_root))
     return optimizer(
-        rule,
-        adam_moments(b1, b2, eps, eps_root, nesterov),
-        learning_rate,
-        storage,
-        weight_decay=weight_decay,
-        mask=mask,
-        decouple_lr=decouple_lr,
-        slot_dtypes={"mu": mu_dtype},
-    )
+        rule, adam_moments(b1, b2, eps, eps_root, nesterov), learning_rate, storage,
+        weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr, slot_dtypes={"mu": mu_dtype},
+    )  # fmt: skip
 
 
 @with_common_arguments

@@ -179,17 +179,12 @@ def adam_mini(
       2024. Deviations from Adam-mini's code: see `lowmem.blocks.infer`. The debiasing is the same.
     """
     rule = AdamMiniRule(eps_root_is_zero=is_zero(eps_root))
+    moments = adam_moments(b1, b2, eps, eps_root, nesterov=False)
     return optimizer(
-        rule,
-        adam_moments(b1, b2, eps, eps_root, nesterov=False),
-        learning_rate,
-        completed(storage, _FLASH_ADAM_MINI),
-        weight_decay=weight_decay,
-        mask=mask,
-        decouple_lr=decouple_lr,
-        slot_dtypes={"mu": mu_dtype},
-        structure=_checked(blocks),
-    )
+        rule, moments, learning_rate, completed(storage, _FLASH_ADAM_MINI),
+        weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr,
+        slot_dtypes={"mu": mu_dtype}, structure=_checked(blocks),
+    )  # fmt: skip
 
 
 def _checked(blocks: BlockStructure) -> BlockStructure:

@@ -36,11 +36,7 @@ def with_common_arguments(function: F) -> F:
 
 
 def completed(text: str, names: Iterable[str]) -> str:
-    """Return a docstring that describes each parameter, in the order of the signature.
-
-    Args:
-      text: docstring without indentation.
-      names: names of the parameters.
+    """Return a docstring (without indentation) that describes each parameter, in signature order.
 
     Raises:
       KeyError: for a parameter that neither the docstring nor `COMMON` describes.

@@ -50,13 +50,9 @@ class FactoredRule(AdamMiniRule):
 
 @dataclasses.dataclass(frozen=True)
 class Factorable:
-    """A `BlockStructure` that factors the two largest axes of each leaf.
+    """A `BlockStructure` that factors the two largest axes of each leaf."""
 
-    Attributes:
-      min_dim_size_to_factor: least size of both axes of a factored leaf; None is 128.
-    """
-
-    min_dim_size_to_factor: int | None = None
+    min_dim_size_to_factor: int | None = None  # least size of both axes; None is 128
 
     def __post_init__(self) -> None:
         size = self.min_dim_size_to_factor
@@ -232,14 +228,10 @@ def flash_factored_adamw(
       updates are not clipped (use `optax.clip_by_block_rms` after `scale_by_factored_adam`), steps
       are not relative to a weight's size, and debiasing and eps are Adam's.
     """
+    rule = FactoredRule(eps_root_is_zero=is_zero(eps_root))
+    moments = adam_moments(b1, b2, eps, eps_root, nesterov=False)
     return optimizer(
-        FactoredRule(eps_root_is_zero=is_zero(eps_root)),
-        adam_moments(b1, b2, eps, eps_root, nesterov=False),
-        learning_rate,
-        completed(storage, _OWN),
-        weight_decay=weight_decay,
-        mask=mask,
-        decouple_lr=decouple_lr,
-        slot_dtypes={"mu": mu_dtype},
-        structure=Factorable(min_dim_size_to_factor),
-    )
+        rule, moments, learning_rate, completed(storage, _OWN),
+        weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr,
+        slot_dtypes={"mu": mu_dtype}, structure=Factorable(min_dim_size_to_factor),
+    )  # fmt: skip

@@ -157,12 +157,6 @@ def flash_lion(
       Chen et al., Symbolic Discovery of Optimization Algorithms, 2023; FlashOptim, 2026.
     """
     return optimizer(
-        LionRule(),
-        _formula(b1, b2),
-        learning_rate,
-        storage,
-        weight_decay=weight_decay,
-        mask=mask,
-        decouple_lr=decouple_lr,
-        slot_dtypes={"mu": mu_dtype},
-    )
+        LionRule(), _formula(b1, b2), learning_rate, storage,
+        weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr, slot_dtypes={"mu": mu_dtype},
+    )  # fmt: skip

@@ -145,15 +145,10 @@ class OrthogonalRule(MatrixRule):
 
 @dataclasses.dataclass(frozen=True)
 class MuonRule(UpdateRule):
-    """One rule for matrices and another for all other leaves.
-
-    Attributes:
-      of_matrix: the rule for matrices.
-      rest: the rule for other leaves; its hyperparameters have the prefix "adam_".
-    """
+    """One rule for matrices and another for all other leaves."""
 
     of_matrix: OrthogonalRule = OrthogonalRule()
-    rest: AdamRule = AdamRule(nesterov=True)
+    rest: AdamRule = AdamRule(nesterov=True)  # its hyperparameters have the prefix "adam_"
 
     state_type = FlashMuonState
     prepares = "matrices"
@@ -209,10 +204,8 @@ def _hyperparameters_at(
     if consistent_rms is not None:
         h["consistent_rms"] = as_f32("consistent_rms", consistent_rms)
     if normuon_b2 is not None:
-        h["b2"], h["one_minus_b2"] = (
-            as_f32("normuon_b2", normuon_b2),
-            complement("normuon_b2", normuon_b2),
-        )
+        h["b2"] = as_f32("normuon_b2", normuon_b2)
+        h["one_minus_b2"] = complement("normuon_b2", normuon_b2)
     rate = at_count("adam_learning_rate", adam_learning_rate, count)
     of_adam = {**adam(count), "lr": rate}
     if adam_weight_decay is not None:
@@ -394,28 +387,14 @@ def flash_muon(
     adam = adam_moments(adam_b1, adam_b2, eps, adam_eps_root, nesterov)
     decay = None if is_zero(adam_weight_decay) else adam_weight_decay
     iterations = _coefficients(ns_coeffs, ns_steps)
-    return optimizer(
-        MuonRule(
-            OrthogonalRule(
-                nesterov,
-                adaptive,
-                iterations,
-                preconditioning,
-                _products(ns_dtype),
-                normalizes=normuon_b2 is not None,
-            ),  # fmt: skip
-            AdamRule(nesterov=nesterov, eps_root_is_zero=is_zero(adam_eps_root)),
-        ),
-        Formula(
-            _hyperparameters_at,
-            (beta, eps, nesterov, consistent_rms, normuon_b2, adam, rate, decay),
-        ),
-        learning_rate,
-        storage,
-        weight_decay=weight_decay,
-        mask=weight_decay_mask,
-        decouple_lr=decouple_lr,
-        slot_dtypes={"mu": mu_dtype},
-        matrices=MatrixAxes(muon_weight_dimension_numbers),
-        rates={"adam_learning_rate": rate},
+    rule = OrthogonalRule(
+        nesterov, adaptive, iterations, preconditioning, _products(ns_dtype), normuon_b2 is not None
     )
+    of_adam = AdamRule(nesterov=nesterov, eps_root_is_zero=is_zero(adam_eps_root))
+    arguments = beta, eps, nesterov, consistent_rms, normuon_b2, adam, rate, decay
+    return optimizer(
+        MuonRule(rule, of_adam), Formula(_hyperparameters_at, arguments), learning_rate, storage,
+        weight_decay=weight_decay, mask=weight_decay_mask, decouple_lr=decouple_lr,
+        slot_dtypes={"mu": mu_dtype}, matrices=MatrixAxes(muon_weight_dimension_numbers),
+        rates={"adam_learning_rate": rate},
+    )  # fmt: skip

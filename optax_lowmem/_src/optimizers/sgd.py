@@ -170,13 +170,7 @@ def flash_sgd(
     rule: UpdateRule = GradientRule() if momentum is None else MomentumRule(nesterov)
     moments = Formula(_no_hyperparameters) if momentum is None else _formula(momentum)
     return optimizer(
-        rule,
-        moments,
-        learning_rate,
-        storage,
-        weight_decay=weight_decay,
-        mask=mask,
-        decouple_lr=decouple_lr,
-        coupled=not decoupled,
+        rule, moments, learning_rate, storage,
+        weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr, coupled=not decoupled,
         slot_dtypes={"mu": accumulator_dtype},
-    )
+    )  # fmt: skip

@@ -114,12 +114,6 @@ def stable_adamw(
       2023. The first five arguments' defaults are those of optimi's StableAdamW.
     """
     return optimizer(
-        StableAdamRule(),
-        _formula(b1, b2, eps, threshold),
-        learning_rate,
-        storage,
-        weight_decay=weight_decay,
-        mask=mask,
-        decouple_lr=decouple_lr,
-        slot_dtypes={"mu": mu_dtype},
-    )
+        StableAdamRule(), _formula(b1, b2, eps, threshold), learning_rate, storage,
+        weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr, slot_dtypes={"mu": mu_dtype},
+    )  # fmt: skip

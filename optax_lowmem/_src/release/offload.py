@@ -434,7 +434,7 @@ class Run:
         self.squares.append(self.programs.squares(self.complete(gradients, arrived)))
 
     def store(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
-        """Keep the sum of gradients where the state is."""
+        """Add gradients to their sum over micro-batches, and keep it in the memory of the state."""
         del weights
         self.sums[key] = self.put(self.complete(gradients, arrived))
         self.leaving.add(self.sums[key])
@@ -472,7 +472,7 @@ class Run:
     # ---- copies ----
 
     def put(self, tree: Any) -> Any:
-        """Copy arrays to where the state is."""
+        """Copy arrays to the memory of the state: host memory, if any of it is there."""
         return jax.device_put(tree, self.there)
 
     def input(self, stage: int, number: int, keep: bool) -> Any:

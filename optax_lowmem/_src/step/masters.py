@@ -59,6 +59,7 @@ def adds_noise(tx: optax.GradientTransformation, params: optax.Params) -> bool:
 
 
 def _decided(tx: optax.GradientTransformation, params: optax.Params, slot: str) -> set[str]:
+    """Return the paths of the leaves for which `tx.init` decides to store a slot in some form."""
     with context.providing(context.Masters()):
         _, decisions = context.dry_run(tx, params)
     return {d.path for d in decisions if d.slot == slot and d.form is not None}

@@ -48,22 +48,13 @@ class CompressedState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """A slot that is compressed.
-
-    Attributes:
-      name: name of its field.
-      scales: the key of its scales in `CompressedState.scales`.
-      codec: its codec.
-      facts: what is known about its values.
-      blockwise: whether its arrays may have one value per block.
-      tree: its arrays.
-    """
+    """A compressed slot: its field, the key of its scales, its codec, facts and arrays."""
 
     name: str
     scales: str
     codec: GroupCodec
     facts: SlotFacts
-    blockwise: bool
+    blockwise: bool  # whether its arrays may have one value per block
     tree: Any
 
     def flattened(self, shape: tuple[int, ...], weight: tuple[int, ...]) -> bool:
@@ -129,12 +120,7 @@ def _decoded(
 def _encoded_constants(
     rows: list[tuple[GroupCodec | None, jax.Array, jnp.dtype, jax.Array]], group_size: int
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Return codes and scales of constant slots, with the sharding of their weights.
-
-    Args:
-      rows: (codec, the constant, the slot's dtype, the weight) of each leaf.
-      group_size: number of neighbors that share a scale.
-    """
+    """Return codes and scales, sharded as the weight, of each (codec, constant, dtype, weight)."""
     pairs = []
     for codec, one, dtype, weight in rows:
         if codec is None:
@@ -156,17 +142,9 @@ def _encoded_constants(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compressor:
-    """The `init` and the `update` of a transformation whose inner state is stored as codes.
+    """The `init` and the `update` of `compress_state`, which describes the arguments.
 
-    Attributes:
-      inner: the transformation inside.
-      select: returns the codec of a slot, or None.
-      required: names of slots that must exist.
-      group_size: number of neighbors that share a scale.
-      rounding: `stochastic` or `nearest`.
-      seed: seed of the hash for stochastic rounding.
-      policy: leaves and slots to store uncompressed.
-      update_dtype: `gradient` or `float32`.
+    `select` returns the codec of a slot, or None; the slots that are `required` must exist.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -269,14 +247,7 @@ class Compressor:
     ) -> bool:
         """Record how a leaf of a slot is stored; return whether it is compressed.
 
-        Args:
-          slot: the slot.
-          path: name of the leaf.
-          leaf: the leaf, or its shape and dtype.
-          weight: shape of the parameter.
-          masked_out: whether the policy's mask is False for the leaf.
-          stored: whether the current state has codes for it.
-          block: the `Block` of a block-wise slot, if `init` recorded one.
+        `weight` is the parameter's shape; `stored` is whether the current state has codes for it.
         """
         shape, several = tuple(leaf.shape), slot.codec.codes_per_byte
         refused = None
@@ -308,15 +279,10 @@ class Compressor:
         before: Mapping[str, Any] = _EMPTY,
         blocks: Mapping[tuple[str, str], Block] = _EMPTY,
     ) -> tuple[Any, dict[str, Any]]:
-        """Return the inner state with codes, and the dictionary of scales.
+        """Return the inner state with codes, and the scales, from f32 slots.
 
-        Args:
-          state: the inner state, with f32 slots.
-          params: the parameters, or the gradients.
-          seed: seed of the hash.
-          count: number of the step.
-          before: the scales before the step.
-          blocks: the `Block`s of block-wise slots by (path, slot), for the decisions of `init`.
+        `params` may be the gradients. `before` has the scales before the step, and `blocks` the
+        `Block`s of block-wise slots by (path, slot), for the decisions of `init`.
         """
         masked, shapes, slots = self._masked(params), _shapes(params), self._slots(state)
         stored = {key for key, (shape, _) in _shapes_and_dtypes(before).items() if shape}

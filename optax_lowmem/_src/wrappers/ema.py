@@ -103,11 +103,7 @@ def _averaged(
 
 
 def track_master_ema(
-    inner: optax.GradientTransformation,
-    decay: float | jax.Array,
-    *,
-    bits: int = 24,
-    seed: int = 0,
+    inner: optax.GradientTransformation, decay: float | jax.Array, *, bits: int = 24, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
     r"""Track the moving average e = decay e + (1 - decay) w of the master weights.
 

@@ -41,13 +41,9 @@ class _PolicyOfPacks(Policy):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PackedEngine(Engine):
-    """An engine that steps small leaves with equal plans together, as one vector.
+    """An engine that steps small leaves with equal plans together, as one vector."""
 
-    Attributes:
-      below: leaves with fewer elements are packed.
-    """
-
-    below: int
+    below: int  # leaves with fewer elements are packed
 
     def init(self, params: optax.Params) -> Any:
         """Return the state of the packed tree; record decisions for the unpacked leaves."""
@@ -64,11 +60,7 @@ class PackedEngine(Engine):
         return state
 
     def run(
-        self,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params,
-        **options: Any,
+        self, updates: optax.Updates, state: optax.OptState, params: optax.Params, **options: Any
     ) -> tuple[Any, Any]:
         """Run `Engine.run` on the tree packed as in the state; unpack its result."""
         trees.check_state(state, self.rule.state_type)

@@ -31,29 +31,11 @@ _FIRST = SlotFacts(signed=True, moment=1)
 _SECOND = SlotFacts(signed=False, moment=2)
 _UNKNOWN = SlotFacts(signed=True, constant_init=False)
 
+_ADAMS = ("ScaleByAdamState", "ScaleByAmsgradState", "ScaleByBeliefState", "ScaleByNovogradState",
+          "ScaleByRStdDevState")  # fmt: skip
 SLOTS: dict[tuple[str, str], SlotFacts] = {
-    **{
-        (state, "mu"): _FIRST
-        for state in (
-            "ScaleByAdamState",
-            "ScaleByAmsgradState",
-            "ScaleByBeliefState",
-            "ScaleByLionState",
-            "ScaleByNovogradState",
-            "ScaleByRStdDevState",
-        )
-    },
-    **{
-        (state, "nu"): _SECOND
-        for state in (
-            "ScaleByAdamState",
-            "ScaleByAmsgradState",
-            "ScaleByBeliefState",
-            "ScaleByNovogradState",
-            "ScaleByRStdDevState",
-            "ScaleByRmsState",
-        )
-    },
+    **{(state, "mu"): _FIRST for state in (*_ADAMS, "ScaleByLionState")},
+    **{(state, "nu"): _SECOND for state in (*_ADAMS, "ScaleByRmsState")},
     ("ScaleByAmsgradState", "nu_max"): SlotFacts(signed=False, running_maximum=True, moment=2),
     ("ScaleByAdanState", "m"): _FIRST,
     ("ScaleByAdanState", "v"): _FIRST,  # despite its name, signed: mean of gradient differences
@@ -108,10 +90,7 @@ def is_known(state: object, field: str) -> bool:
 def facts(state: object, field: str, ours: bool = False) -> SlotFacts:
     """Return the facts about a field of a state; an unknown field counts as signed.
 
-    Args:
-      state: a node of an optimizer's state.
-      field: name of its field.
-      ours: whether to include the slots of this library's optimizers.
+    The slots of this library's optimizers are known with `ours` only.
     """
     name = type(state).__name__, field
     return (_OURS.get(name) if ours else None) or SLOTS.get(name, _UNKNOWN)
@@ -127,7 +106,8 @@ def map_slots(
     order, which is the same before and after jit.
     """
     if is_named_tuple(state):
-        if in_field and not _is_known(state):
+        known = is_state(state) or any(type(state).__name__ == kind for kind, _ in SLOTS)
+        if in_field and not known:
             return state
         fields = {}
         for name in state._fields:
@@ -143,10 +123,6 @@ def map_slots(
         new = {key: map_slots(function, state[key], in_field) for key in keys}
         return type(state)((key, new[key]) for key in state)
     return state
-
-
-def _is_known(node: object) -> bool:
-    return is_state(node) or any(type(node).__name__ == state_type for state_type, _ in SLOTS)
 
 
 def scale_name(slot: str, known: Mapping[str, Any]) -> str:

@@ -33,11 +33,7 @@ def _follows_split(
 ) -> bool:
     """Return whether links of a chain follow the split in a state, or `otherwise` if unknown.
 
-    Args:
-      node: a state, or a part of one.
-      known: names of the optax states to search.
-      ours: whether to search states of this library.
-      otherwise: the answer for any other state with a split inside.
+    Only the states of optax named in `known` and, with `ours`, of this library are searched.
     """
     if not _has_split(node) or _is_split(node) and not ours:
         return False
@@ -93,13 +89,8 @@ def stale_corrections(
 
     A split emits updates to weights with a correction, or rounded stochastically; the final updates
     of the step must be equal to these. No step is tried if there are no such weights, or if the
-    structure of the state shows that nothing changes their updates.
-
-    Args:
-      tx: any optax transformation.
-      params: the stored weights, or their `jax.eval_shape`.
-      state: the state of `tx`, or its `jax.eval_shape`.
-      decisions: those of a `context.dry_run`.
+    structure of the state shows that nothing changes their updates. `params` and `state` may be
+    their `jax.eval_shape`.
     """
     split = any(d.slot in ("correction", FIELD) and (d.form or d.stochastic) for d in decisions)
     if not split or not _follows_split(state, (*_PASSING, *_SELECTING), ours=True):
