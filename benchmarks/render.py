@@ -52,7 +52,7 @@ class Rendered:
         if not body:
             script = self.command.startswith("examples/")
             command = self.command if script else f"-m benchmarks.run {self.command}"
-            return f"Nothing is recorded yet: `python {command} --record`.\n"
+            return f"Not measured yet. `python {command} --record` measures it.\n"
         return markdown(head, body) + (source(used) if used else "")
 
 

@@ -53,7 +53,7 @@ CHOICES = (
            "lowmem.step-4bit"),
     Choice("AdamW, one second moment per block", ("flash_adam_mini",), "",
            adam("flash_adam_mini"), "flash_adam_mini"),
-    Choice("AdamW, one second moment per block", ("q_adam_mini",), "", None, "q_adam_mini"),
+    Choice("the same, as in Q-Adam-mini", ("q_adam_mini",), "", None, "q_adam_mini"),
     Choice("`optax.lion`", ("flash_lion",), "",
            lambda rows: beside(rows, "gpt-42m/lion", "lion", "flash_lion"), "lion"),
     Choice("`optax.sgd`", ("flash_sgd",), "", Trained("digits-convnet/sgd").pair, "sgd"),

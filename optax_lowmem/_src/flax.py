@@ -57,10 +57,8 @@ def _start(
     if dtype is not None:
         return init(tx, params, dtype, keep_f32=keep_f32, allow_rounding=allow_rounding)
     split = splits_of_f32(tx, params)
-    if keep_f32:
-        split -= patterns.matching(
-            "keep_f32", keep_f32, [path for path, _ in trees.named_leaves(params)]
-        )
+    paths = [path for path, _ in trees.named_leaves(params)]
+    split -= patterns.matching("keep_f32", keep_f32, paths)
     if not split:
         return params, tx.init(params)
     return init(tx, params, lambda path, leaf: jnp.bfloat16 if path in split else leaf.dtype)
@@ -116,7 +114,8 @@ class TrainState(train_state.TrainState):
           tx: any optax transformation.
           dtype: dtype of the weights, as in `lowmem.init`. None makes f32 parameters bf16 where
             their optimizer splits master weights, as those of this library do, and leaves all
-            others as they are.
+            others as they are. Layers with `dtype=None` compute in the wider of the weights' dtype
+            and their inputs': from an embedding on, a model then computes in bf16.
           keep_f32: as in `lowmem.init`; `("*",)` leaves all parameters as they are.
           allow_rounding: as in `lowmem.init`.
           **kwargs: additional fields of a subclass.
@@ -188,7 +187,8 @@ class Optimizer(nnx.Optimizer[M]):
       dtype: dtype of the weights, as in `lowmem.init`, which replace the model's parameters in
         place. None makes f32 parameters bf16 where `tx` splits master weights, as optimizers of
         this library do, and leaves all others as they are; within `substitute` it leaves all.
-        Layers with `dtype=None` compute in the wider of the weights' dtype and their inputs'.
+        Layers with `dtype=None` compute in the wider of the weights' dtype and their inputs': from
+        an embedding on, a model then computes in bf16.
       keep_f32: as in `lowmem.init`; `("*",)` leaves all parameters as they are.
       allow_rounding: as in `lowmem.init`.
 

@@ -238,6 +238,20 @@ def test_equal_calls_are_lowered_once(twins, monkeypatch):
     assert len(asked) == 1
 
 
+def test_calls_of_other_functions_in_one_program(twins):
+    def both(x):
+        absmax = jnp.full((1, 1), 4, jnp.float32)
+        calls = (
+            kernels.quantized_for_products(function, (x,), absmax, True, now=False)[0].codes
+            for function in (jax.lax.abs, jax.lax.neg, lambda x: x * 0.5, lambda x: x * 0.25)
+        )
+        return [codes.astype(jnp.float32) for codes in calls]
+
+    _, found, alone = run(both, (drawn(32, 64),), (8,), P("a"), [P("a")] * 4)
+    for a, b in zip(found, alone, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 # ---- 8-bit products ------------------------------------------------------------------------------
 
 
@@ -272,6 +286,20 @@ def test_switchback(layout, variant, format, twins):
         {(kind, size) for kind, _, size in collectives(p.as_text())} for p in (program, by_xla)
     ]
     assert kinds[0] <= kinds[1]
+
+
+@pytest.mark.parametrize("wanted", [P("a"), P(None, "a")])
+def test_scales_of_a_scattered_sum(wanted, twins):
+    """Parts of the summed axis; each row of both operands has a scale, and devices get some."""
+
+    def product(a, b):
+        a, b = (plain.quantize_plain(x, 1, plain.INT8) for x in (a, b))
+        return dispatch.multiply(a, b, 1, jnp.dtype(jnp.float32))
+
+    a, b = (drawn(16, 32, dtype=jnp.float32, seed=i) for i in (0, 1))
+    program, found, alone = run(product, (a, b), (4,), (P(None, "a"), P(None, "a")), wanted)
+    np.testing.assert_array_equal(found, alone)
+    assert any(kind == "reduce-scatter" for kind, *_ in collectives(program.as_text()))
 
 
 # ---- noise ---------------------------------------------------------------------------------------

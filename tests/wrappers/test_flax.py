@@ -200,6 +200,8 @@ def test_train_state_leaves_parameters_without_a_split(name, dtype):
     assert_same(contents(state), contents(linen(train_state.TrainState, tx, dtype)))
     with pytest.raises(ValueError, match=r"'\*kernal' of keep_f32 matches.*: Dense_0/kernel"):
         linen(ours.TrainState, tx, keep_f32=("*kernal",))
+    with pytest.raises(TypeError, match="keep_f32 is a tuple"):
+        linen(ours.TrainState, tx, keep_f32="")
 
 
 def test_train_state_splits_what_its_optimizer_splits():

@@ -125,7 +125,7 @@ def table(rows: records.Rows) -> str:
     """A table for each kind of GPU and version of JAX."""
     found = records.on_gpus(records.newest(rows, bench="scaling"))
     if not found:
-        return "Nothing is recorded yet: `python -m benchmarks.run scaling --record`.\n"
+        return "Not measured yet. `python -m benchmarks.run scaling --record` measures it.\n"
     return by_machine(found, lambda own: _table(own) + source(own))
 
 

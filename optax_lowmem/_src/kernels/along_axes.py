@@ -1,4 +1,10 @@
-"""Partition of a kernel over devices, by names for the axes of its arrays."""
+"""Partition of a kernel over devices, by names of the axes of its arrays.
+
+Axes with one name are cut into the same parts, in all operands and results. A product of a [64, 32]
+and b [48, 32] has the operands ("rows0", "k") and ("m", "k") and the result ("rows0", "m"). If XLA
+cuts a's rows over 8 devices, each computes [8, 48] of the result from [8, 32] of a and all of b. If
+it cuts k, each multiplies [64, 4] by [48, 4], and `Cut.sum` adds the products of all devices.
+"""
 
 import contextlib
 import itertools
@@ -43,12 +49,21 @@ def broadcast(names: Sequence[Names], arrays: Sequence[Any]) -> list[Names]:
 class Cut:
     """Which part of each axis every device has.
 
+    An axis is cut into parts of equal size, numbered from 0 in the order of the axis.
+
     Attributes:
-      places: of each axis that is cut, the number of every device's part.
+      places: name of each axis that is cut -> the number of the part of device 0, 1, ...
+
+    Example, "m" in 2 parts and "k" in 2 parts, on 4 devices:
+      >>> cut = Cut(4)
+      >>> cut.add("m", np.array([0, 0, 1, 1])), cut.add("k", np.array([0, 1, 0, 1]))
+      (True, True)
+      >>> cut.devices("m").tolist(), cut.groups(["k"])  # devices 0 and 1 have part 0 of "m"
+      ([[0, 1], [2, 3]], [[0, 1], [2, 3]])
     """
 
     def __init__(self, count: int) -> None:
-        """Describe arrays that each of `count` devices has as a whole."""
+        """Start with no axis cut, on `count` devices."""
         self.places: dict[str, np.ndarray] = {}
         self._count = count
         self._scattered: tuple[str, np.ndarray] | None = None
@@ -61,7 +76,11 @@ class Cut:
         return int(self.places[axis].max()) + 1 if axis in self.places else 1
 
     def add(self, axis: str, places: np.ndarray) -> bool:
-        """Cut one more axis, unless it is cut, or devices lack some combinations of parts."""
+        """Cut one more axis, and return whether this is possible.
+
+        It is not if the axis is cut already, or if not every combination of parts of the axes would
+        be on the same number of devices: a result would then lack some of its parts.
+        """
         more = {**self.places, axis: places}
         found, counts = np.unique(np.stack([*more.values()]), axis=1, return_counts=True)
         every = math.prod(int(x.max()) + 1 for x in more.values())
@@ -71,7 +90,15 @@ class Cut:
         return fits
 
     def devices(self, *axes: str | None) -> np.ndarray:
-        """Return devices, [parts of each of the axes..., devices with these parts]."""
+        """Return the numbers of the devices that have each combination of parts.
+
+        Args:
+          *axes: the names of an array's axes; None for one that is not cut.
+
+        Returns:
+          An array with one dimension for each axis, of the axis' number of parts, and a last one:
+          the devices that have this combination of parts.
+        """
         cut = [axis for axis in axes if axis in self.places]
         rest = [axis for axis in self.places if axis not in cut]
         order = np.arange(self._count)
@@ -80,7 +107,11 @@ class Cut:
         return order.reshape(*map(self.parts, axes), -1)
 
     def groups(self, axes: Sequence[str]) -> list[list[int]] | None:
-        """Return groups of devices that have all parts of some axes, and of others the same one."""
+        """Return groups of devices over which to reduce along some axes.
+
+        A group has each part of these axes once, and the same part of every other axis. None means
+        that none of the axes is cut: there is nothing to reduce.
+        """
         cut = [axis for axis in axes if axis in self.places]
         rest = [axis for axis in self.places if axis not in cut]
         every = self.devices(*rest, *cut)  # [rest..., cut..., copies]
@@ -89,11 +120,14 @@ class Cut:
         return every.tolist() if size > 1 else None
 
     def result_of_sum(self, names: Names, wanted: Mapping[str, np.ndarray]) -> "Cut":
-        """Return the cut of the result of `sum`, which may be finer than of what is added.
+        """Return the cut of the result of `sum`, and have `sum` return these parts.
+
+        If one more axis is to be cut over the devices whose arrays are added, each device gets only
+        its part of the sum (reduce-scatter), which moves half of the bytes.
 
         Args:
-          names: of its axes.
-          wanted: parts of axes of the result, of every device.
+          names: of the result's axes.
+          wanted: as `places`, of the axes of the result that XLA cuts.
         """
         result = Cut(self._count)
         result.places = {axis: self.places[axis] for axis in names if axis and axis in self}
@@ -112,7 +146,7 @@ class Cut:
         return self.groups([axis for axis in self.places if axis not in names])
 
     def sum(self, x: jax.Array, names: Names) -> jax.Array:
-        """Add the arrays of devices with different parts of other axes than those of the array."""
+        """Add arrays over all devices that differ in their parts of axes that the array lacks."""
         groups = self._added(names)
         if self._scattered is not None:
             axis, places = self._scattered
@@ -128,8 +162,26 @@ class Cut:
             groups = members.reshape(-1, alike).tolist() if alike > 1 else None
         return lax.psum(x, EVERY, axis_index_groups=groups) if groups else x
 
+    def like_sum(self, x: jax.Array, names: Names) -> jax.Array:
+        """Return the part of an array that belongs to this device's part of the result of `sum`.
+
+        It is the array, unless `sum` scatters its result along one of the array's axes.
+        """
+        axis, places = self._scattered or (None, np.zeros(0))
+        d = names.index(axis) if axis in names else None
+        if d is None or x.shape[d] == 1:  # one scale for all
+            return x
+        size = x.shape[d] // (int(places.max()) + 1)
+        start = jnp.asarray(np.uint32(places * size))[lax.axis_index(EVERY)]
+        return lax.dynamic_slice_in_dim(x, start, size, d)
+
     def max(self, x: jax.Array, *axes: str) -> jax.Array:
-        """Return the maximum, likewise, of f32 values of at least 0; NaN is the largest."""
+        """Return the maximum over all parts of some axes.
+
+        Args:
+          x: f32 values without a sign bit, of which NaN counts as the largest.
+          *axes: names of the axes.
+        """
         groups = self.groups(axes)
         if not groups:
             return x
@@ -139,7 +191,12 @@ class Cut:
         )
 
     def starts(self, names: Names, sizes: Sequence[int]) -> list[jax.Array]:
-        """Return where this device's part begins along axes, of which parts have these sizes."""
+        """Return the index at which this device's part begins along each axis.
+
+        Args:
+          names: of the axes.
+          sizes: size of one part along each axis, in the unit of the result.
+        """
         here = lax.axis_index(EVERY)
         nowhere = np.zeros(self._count, np.uint32)
         return [
@@ -153,19 +210,20 @@ class Axis(NamedTuple):
 
     Attributes:
       size: its length.
-      unit: number of neighbours that one device must have.
+      unit: number of neighbours that must be on one device, such as a group that has one scale:
+        an axis of 96 with groups of 32 can be cut into 3 parts, not into 2 or 4.
     """
 
     size: int
     unit: int = 1
 
     def divides(self, parts: int) -> bool:
-        """Return whether so many parts would be whole units."""
+        """Return whether the axis can be cut into this number of parts."""
         return self.size % (self.unit * parts) == 0
 
 
 def axes_of(names: Names, shape: tuple[int, ...], **units: int) -> dict[str, Axis]:
-    """Return the axes of an array that have names; `units`: those that are not 1."""
+    """Return the axes of an array that have names; `units` has the units that are not 1."""
     return {
         name: Axis(size, units.get(name, 1))
         for name, size in zip(names, shape, strict=True)
@@ -213,7 +271,7 @@ class _AlongAxes(Partition):
     def cut(
         self, given: Sequence[Tiles | None], wanted: Sequence[Tiles | None], count: int
     ) -> tuple[list[Tiles], list[Tiles], Callable[..., list[jax.Array]]]:
-        """Cut each axis as the first array is of which devices have parts."""
+        """Cut each axis as in the first array, operands before results, that XLA cuts along it."""
         cut = Cut(count)
         every = (*self._operands, *self._results)
         asked = [dict(self._asked(*pair)) for pair in zip(every, (*given, *wanted), strict=True)]
@@ -236,7 +294,7 @@ class _AlongAxes(Partition):
         return of_operands, of_results, work
 
     def _asked(self, names: Names, tiles: Tiles | None) -> Iterator[tuple[str, np.ndarray]]:
-        """Return which part of each axis of an array every device has."""
+        """Return (axis, places) for each axis along which XLA cuts an array and this can too."""
         if tiles is None:
             return
         places = tiles.starts((1,) * len(names))

@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import itertools
 import math
+import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ except ImportError:  # pragma: no cover
     _jax = None  # type: ignore[assignment]
 
 _CALL = "lowmem_partitioned"  # name of the custom call
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")
 EVERY = "every device"  # name of the mesh axis of all devices, in a device's program
 
 
@@ -199,14 +201,24 @@ def lower(
         return result
 
     values = mlir.lower_fun(call, multiple_results=True)(inner, *operands)
-    content = partition.content, _printed_calls(kernel), count, module.platforms
+    content = partition.content, _program(kernel), count, module.platforms
     _name(module, values[0].owner, repr(content))
     return values
 
 
-def _printed_calls(jaxpr: Any) -> list[str]:
-    """Return hashes of the functions that a jaxpr calls, which have the arithmetic of its work."""
-    return [_printed(eqn.params["jaxpr"]) for eqn in jaxpr.eqns if "jaxpr" in eqn.params]
+def _program(jaxpr: Any) -> list[str]:
+    """Return a jaxpr's operations, with hashes of the functions that it calls."""
+    made = [*jaxpr.constvars, *jaxpr.invars, *(x for eqn in jaxpr.eqns for x in eqn.outvars)]
+    numbers = {id(x): str(i) for i, x in enumerate(made)}  # their names have addresses
+    return [
+        f"{eqn.primitive} {[numbers.get(id(x), str(x)) for x in eqn.invars]} {_params(eqn)}"
+        for eqn in jaxpr.eqns
+    ]
+
+
+def _params(eqn: Any) -> str:
+    params = {key: _printed(x) if key == "jaxpr" else str(x) for key, x in eqn.params.items()}
+    return _ADDRESS.sub("", str(params))
 
 
 @functools.lru_cache(maxsize=32)  # launches of equal leaves call one function

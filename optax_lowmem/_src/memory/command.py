@@ -18,7 +18,7 @@ LORA = "lora"
 _MEANING = {
     RESIDENT: "All gradients exist at once.",
     RELEASE: "Each layer is updated inside the backward pass.",
-    OFFLOAD: "As release, with the optimizer's state in host memory.",
+    OFFLOAD: "Like release, and the optimizer's state is in host memory.",
     LORA: "Adapters are trained; the weights are frozen.",
 }
 _SHORTEST = 128  # rows that are worth a try
@@ -138,7 +138,7 @@ def recommendation(
             f"A step copies {size} to the GPU and {size} back, whatever its batch: {seconds:.2f} s "
             f"each way at {args.pcie:g} GB/s (computed)."
         )
-        yield f"Inputs of layers and head take {inputs:.0f} KiB of host memory per token."
+        yield f"Inputs of the layers and the head take {inputs:.0f} KiB of host memory per token."
     flags = {
         RELEASE: " --release",
         OFFLOAD: f" --offload --micro-batch {mode.batch}",

@@ -41,7 +41,7 @@ def _rows_reason(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
 
 
 def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Quantized:
-    """Compute `quantize_plain`, for rows (axes=-1) in one kernel that reads them once."""
+    """Compute `quantize_plain`, for rows (the last axis, not -1) in one kernel that reads once."""
 
     def plain(x: jax.Array) -> Quantized:
         return as_stored(quantize_plain(x, axes, to))
@@ -130,6 +130,8 @@ def multiply(
 
     def part(cut: Cut, a: Quantized, b: Quantized) -> jax.Array:
         if "k" in cut:
+            a = a._replace(scales=cut.like_sum(a.scales, of_a))
+            b = b._replace(scales=cut.like_sum(b.scales, of_b))
             return plain(a, b, over_devices=lambda x: cut.sum(x, result))
         return multiply(a, b, sums, dtype)
 

@@ -112,15 +112,17 @@ def init(
 def splits_of_f32(tx: optax.GradientTransformation, params: optax.Params) -> set[str]:
     """Return the paths of the f32 parameters that an optimizer splits if their weights are bf16."""
 
+    def is_f32(leaf: Any) -> bool:
+        return bool(getattr(leaf, "dtype", None) == jnp.float32)
+
     def narrow(leaf: Any) -> Any:
-        is_f32 = getattr(leaf, "dtype", None) == jnp.float32
-        return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) if is_f32 else leaf
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) if is_f32(leaf) else leaf
 
     _, decisions = context.dry_run(tx, jax.tree.map(narrow, params))
     split = {d.path for d in decisions if d.slot == "correction" and d.form}
     if not split:
         return split
-    return {path for path, leaf in trees.named_leaves(params) if leaf.dtype == jnp.float32} & split
+    return {path for path, leaf in trees.named_leaves(params) if is_f32(leaf)} & split
 
 
 def _weight_dtype(dtype: WeightDtype, path: str, leaf: object) -> jnp.dtype:
