@@ -531,12 +531,12 @@ def test_an_nnx_model(scanned, batch_norm):
 
 def test_an_nnx_model_has_the_variables_that_its_loss_adds():
     def adding(model, batch):
-        model.seen = nnx.Intermediate(batch["tokens"])
+        model.seen = nnx.Intermediate((batch["tokens"],))  # as `sow` does
         return nnx_loss(model, batch)
 
     model, (batch,) = NnxModel(nnx.Rngs(0), scanned=True), batches()
     Optimizer(model, make("flash_sgd"), wrt=nnx.Param).release_step(model, adding, batch)
-    np.testing.assert_array_equal(model.seen[...], batch["tokens"])
+    np.testing.assert_array_equal(model.seen.get_value()[0], batch["tokens"])
 
 
 def test_statistics_in_an_nnx_scan_are_refused():
