@@ -1,1 +1,1 @@
-"""Gradient release: layers of a stack updated inside the backward pass."""
+"""Gradient release: layers updated inside the backward pass; their state in host memory."""
