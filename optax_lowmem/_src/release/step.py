@@ -160,8 +160,8 @@ def train_step(
     """Return a training step that never stores the gradients of all layers at once.
 
     The forward pass saves the input of every layer. The backward pass loops over the layers: it
-    recomputes a layer from its input, computes its gradients, steps its slice of every weight and
-    slot, and writes the slices back in place. The rest of the parameters are stepped as soon as no
+    recomputes a layer from its input, computes its gradients, updates its slice of every weight and
+    slot, and writes the slices back in place. The rest of the parameters are updated as soon as no
     earlier stage reads them.
 
     The result equals `jax.value_and_grad(model)` with `lowmem.step`, including random bits.
@@ -174,11 +174,11 @@ def train_step(
     Args:
       tx: one of our optimizers, such as `flash_adamw(schedule, mask=...)`; or
         `lowmem.chain(optax.clip_by_global_norm(c), optimizer)`, whose norm takes a backward pass
-        of its own: a step computes the gradients twice, 7/4 of the work of a step without.
+        of its own: a step then does 7/4 of the work of one without clipping.
       model: a loss function, (params, batch) -> loss, or a `Layered`.
       layers: for a loss function that calls its layers one by one: the path in the parameters of
         the list of layers ("layers", "decoder/blocks"), or a pattern of the paths of the layers
-        ("Block_*"), or several. With it, only scans over parameters at these paths are cut.
+        ("Block_*"), or several. Scans over parameters at other paths are then not cut.
       has_aux: whether a loss function returns (loss, aux).
       each_gradient: function applied to every gradient; for a stack, to one layer at a time,
         without the layer axis. For elementwise work such as clipping by value, or `lax.pmean`
@@ -193,14 +193,14 @@ def train_step(
         `lowmem.value_and_grad`. All of them pass a layer before the next one, their gradients of
         this layer are added in f32, and the state is copied once per step.
       at_once: the micro-batches that pass through the model together; None: all. Their layer inputs
-        are in host memory. With fewer, sums of all gradients are too, 4 bytes per parameter.
+        are in host memory. If not all, so is a sum of all gradients, 4 bytes per parameter.
       implementation: as in `lowmem.step`.
       mesh: likewise.
       specs: likewise; the layer axis must not be sharded.
 
     Returns:
-      (params, state, batch) -> (loss, params, state), with (loss, aux) if the model has aux (with
-      several micro-batches without aux). Jit it with `donate_argnums=(0, 1)`; it donates nothing by
+      (params, state, batch) -> (loss, params, state), with (loss, aux) for loss if the model has
+      aux and the batch is not divided. Jit it with `donate_argnums=(0, 1)`; it donates nothing by
       itself. With `offload` call it without jit: it compiles each stage, and donates params and
       state.
 
