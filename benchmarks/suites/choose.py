@@ -53,7 +53,7 @@ CHOICES = (
            "lowmem.step-4bit"),
     Choice("AdamW, one second moment per block", ("flash_adam_mini",), "",
            adam("flash_adam_mini"), "flash_adam_mini"),
-    Choice("the same, as in Q-Adam-mini", ("q_adam_mini",), "", None, "q_adam_mini"),
+    Choice("AdamW, as in Q-Adam-mini", ("q_adam_mini",), "", None, "q_adam_mini"),
     Choice("`optax.lion`", ("flash_lion",), "",
            lambda rows: beside(rows, "gpt-42m/lion", "lion", "flash_lion"), "lion"),
     Choice("`optax.sgd`", ("flash_sgd",), "", Trained("digits-convnet/sgd").pair, "sgd"),
@@ -126,7 +126,7 @@ def optimizers(rows: Rows) -> Table:
                 loss, trained = f"{pair.interval}; {len(pair.plain)} seeds", pair.rows
         body.append([one.instead, use, state, loss, time])
         used += [*filter(None, own), *timed, *trained]
-    head = ["instead of", "use", "state, bytes per parameter", "change of the loss, 90 % interval",
+    head = ["for", "use", "state, bytes per parameter", "change of the loss, 90 % interval",
             "step time / optax's"]  # fmt: skip
     return head, body, used
 
