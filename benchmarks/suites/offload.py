@@ -21,11 +21,11 @@ PCIE_4 = 25e9  # bytes per second of x16 in one direction, as measured elsewhere
 
 
 class Run(NamedTuple):
-    """What a card is to do.
+    """A training run within the memory of a card.
 
     Attributes:
-      card: its GB; 0: the allocator is not capped.
-      flags: of the example.
+      card: the card's memory in GB; 0: the allocator is not capped.
+      flags: the example's flags.
     """
 
     card: int

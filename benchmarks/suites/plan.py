@@ -249,7 +249,7 @@ def fits(rows: Rows) -> str:
 
 
 def printed(card: str) -> Any:
-    """What the command prints of an 8B Llama on a card."""
+    """Return a table of what the planner prints for an 8B Llama on a card."""
 
     def text(rows: Rows) -> str:
         del rows

@@ -20,7 +20,7 @@ def allow_pinned_memory() -> None:
 
 
 def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
-    """Whether XLA raised it for a lack of memory; on a CPU it has the second text only."""
+    """Return whether XLA ran out of memory; a CPU's error has the second text only."""
     return any(text in str(error) for text in ("RESOURCE_EXHAUSTED", "Out of memory"))
 
 

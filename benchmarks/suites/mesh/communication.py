@@ -1,4 +1,4 @@
-"""What GPUs send in a training step, computed from bytes per parameter and measured bandwidth.
+"""Bytes that GPUs send in a training step, and their time, computed from measured bandwidth.
 
 Dtypes and collectives are those of examples/train_llama.py compiled for two GPUs. Activations that
 the lookup of the embedding moves, norms and the gradients' global norm are left out.

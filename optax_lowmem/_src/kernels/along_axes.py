@@ -47,7 +47,7 @@ def broadcast(names: Sequence[Names], arrays: Sequence[Any]) -> list[Names]:
 
 
 class Cut:
-    """Which part of each axis every device has.
+    """The part of each array axis that each device has.
 
     An axis is cut into parts of equal size, numbered from 0 in the order of the axis.
 

@@ -319,7 +319,7 @@ class _Loss:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Needed:
-    """Which gradients are needed; false if none are."""
+    """The gradients that are needed; false if there are none."""
 
     hidden: bool = False
     head: bool = False

@@ -399,7 +399,7 @@ class Run:
             dxs.append(dx)
             self.running.add(dx)
         self.finish_rest(-1, total, use)
-        of_rest = total = None  # names that are not needed any more would hold memory
+        of_rest = total = None  # delete the references, which would keep the arrays in memory
         for path, i in reversed(self.layers):
             arrived, weights = next(coming), self.layer(path, i)
             for m, batch in enumerate(batches):

@@ -201,7 +201,7 @@ class _Flow:
     Attributes:
       known: variables that depend on no parameter.
       known_read: those of them that are computed before the first stage and read in stages.
-      own: for each variable that depends on parameters alone, the indices of these.
+      sources: for each variable that depends on parameters alone, the indices of these.
       maker: the equation of each variable that is computed in every stage that reads it.
       eqns: equations of all other variables, in order. `at` in other places is an index of these.
       stacks: the scans among them whose inputs are stacks of layers, by index.
@@ -213,8 +213,8 @@ class _Flow:
         self.constant = set(graph.inputs[:consts])
         inputs = [*graph.inputs[:consts], *graph.inputs[consts + params :]]
         self.known: dict[Var, None] = dict.fromkeys(inputs)
-        self.own = {v: frozenset({i}) for i, v in enumerate(graph.inputs[consts:][:params])}
-        self.parameters = list(self.own)
+        self.sources = {v: frozenset({i}) for i, v in enumerate(graph.inputs[consts:][:params])}
+        self.parameters = list(self.sources)
         self.maker: dict[Var, JaxprEqn] = {}
         self.eqns: list[JaxprEqn] = []
         self.stacks: dict[int, _Scan] = {}
@@ -239,9 +239,8 @@ class _Flow:
             self.stacks[len(self.eqns)] = scan
             self.eqns.append(eqn)
             self._know(*scan.known_results(self))
-        elif all(v in self.own or v in self.constant for v in inputs) and not eqn.effects:
-            leaves = frozenset().union(*(self.own.get(v, ()) for v in inputs))
-            self.own |= dict.fromkeys(eqn.outvars, leaves)
+        elif all(v in self.sources or v in self.constant for v in inputs) and not eqn.effects:
+            self.sources |= dict.fromkeys(eqn.outvars, self.leaves_of(inputs))
             self.maker |= dict.fromkeys(eqn.outvars, eqn)
         else:
             self.eqns.append(eqn)
@@ -254,7 +253,7 @@ class _Flow:
 
     def leaves_of(self, atoms: Iterable[Atom]) -> frozenset[int]:
         """Return the indices of the parameters that some values are computed from alone."""
-        return frozenset().union(*(self.own.get(v, ()) for v in _variables(atoms)))
+        return frozenset().union(*(self.sources.get(v, ()) for v in _variables(atoms)))
 
     def calls_to_open(self) -> list[JaxprEqn]:
         """Return the calls that contain several layers, or scans that may be over layers."""
@@ -609,12 +608,12 @@ class _Stages:
                 lax.dynamic_index_in_dim(value, number, keepdims=False)
                 for value in values[scan.consts :]
             )
-            own = dict(zip(scan.leaves, weights, strict=True))
+            weight_of = dict(zip(scan.leaves, weights, strict=True))
             xs = []
             for k, atom in enumerate(given):
                 if k in casts:
                     leaf, eqns = casts[k]
-                    xs += graph.evaluate(eqns, [atom], {parameters[leaf]: own[leaf]})
+                    xs += graph.evaluate(eqns, [atom], {parameters[leaf]: weight_of[leaf]})
                 else:
                     xs.append(next(of_layer))
             results = body(*values[: scan.consts], *carry, *xs)
@@ -659,9 +658,9 @@ class _Stages:
         scan = self.flow.stacks[at]
         count = scan.consts + scan.carried
         atoms = _variables([*scan.eqn.invars[: scan.consts], *scan.eqn.invars[count:]])
-        own = [v for v in atoms if v not in self.flow.known and v not in self.flow.own]
+        read = [v for v in atoms if v not in self.flow.known and v not in self.flow.sources]
         later = [v for v in self._crossing(at + 1) if v not in scan.eqn.outvars]
-        return list(dict.fromkeys([*own, *later]))
+        return list(dict.fromkeys([*read, *later]))
 
 
 def _dtype(atom: Atom) -> Any:
