@@ -7,6 +7,7 @@ import numpy as np
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs.affine import Grid
 from optax_lowmem._src.core import numerics
+from optax_lowmem._src.step import reference
 from tests import tolerances
 
 F32 = jnp.float32
@@ -100,3 +101,13 @@ def test_shortcuts_of_a_kernel():
     variances = numerics.from_bits(bits[bits <= numerics.MAGNITUDE_MASK])[:, None]
     largest = in_a_kernel(lambda x: numerics.absmax_bits(x, signed=False))(variances)
     np.testing.assert_array_equal(largest, numerics.absmax_bits(variances, signed=False))
+
+
+def test_an_update_towards_nan_is_nan_if_negation_sets_its_sign(monkeypatch):
+    """As a GPU's `neg` does; integer rounding of a NaN with a sign would wrap around to 0."""
+    sign = jnp.uint32(0x80000000)
+    flipped = lambda x: numerics.from_bits(numerics.to_bits(x) ^ sign)  # noqa: E731
+    monkeypatch.setattr(numerics, "negative", flipped)
+    target = jnp.full((8,), jnp.nan, jnp.bfloat16)
+    update = in_a_kernel(lambda *args: reference.update_towards(*args, jnp.bfloat16))
+    assert jnp.isnan(update(target, jnp.ones(8, jnp.bfloat16))).all()

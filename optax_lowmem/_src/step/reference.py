@@ -287,9 +287,11 @@ def _missed(master: jax.Array, p: jax.Array) -> jax.Array:
 
 def _towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the update rounded to a dtype, as f32; XLA would drop an `astype` round trip."""
+    back = numerics.widen(p) - numerics.widen(target)
+    if dtype != jnp.float32:
+        back = numerics.round_to(back, dtype)  # before the sign: kernels round no negative NaN
     # where nothing changes this is -0.0, which preserves the sign of a weight of -0.0
-    exact = numerics.negative(numerics.widen(p) - numerics.widen(target))
-    return exact if dtype == jnp.float32 else numerics.round_to(exact, dtype)
+    return numerics.negative(back)
 
 
 def _reached(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
