@@ -71,11 +71,7 @@ class Contents:
 
 
 def contents(model: Any, optimizer: Any = None) -> Contents:
-    """Return the arrays of a model and its `nnx.Optimizer`, or of one object that holds both.
-
-    Raises:
-      TypeError: for other objects.
-    """
+    """Return the arrays of a model and its `nnx.Optimizer`, or of one object that holds both."""
     if optimizer is None and all(hasattr(model, name) for name in ("tx", "params", "opt_state")):
         return _of_train_state(model)
     if optimizer is None and "model" in getattr(model, "__dict__", ()):

@@ -323,15 +323,8 @@ def _map_moments(
 ) -> Any:
     """Map functions over the moments and counts of the state of one optimizer in optax.
 
-    Args:
-      theirs: the state, or those of the links of a chain.
-      record: the optimizer's record.
-      of_slot: (slot, tree of a field) -> new tree.
-      of_count: count -> new count.
-      where: names the state in errors.
-
-    Raises:
-      ValueError: unless the state has each moment exactly once, and no other arrays.
+    `of_slot` takes a slot and the tree of its field, and `of_count` a count. Raises unless the
+    state (`where` names it in errors) has each moment exactly once, and no other arrays.
     """
     slots = {
         field: slot

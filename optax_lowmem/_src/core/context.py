@@ -220,12 +220,7 @@ def provided_correction(path: str) -> jax.Array | None:
 def joining(
     packs: Mapping[str, Sequence[str]], join: Callable[[list[jax.Array]], jax.Array]
 ) -> Iterator[None]:
-    """Pass the joined corrections of each pack's leaves to an `init` of a tree with packs.
-
-    Args:
-      packs: names of the leaves of each pack, by the pack's name.
-      join: joins the leaves' arrays into one.
-    """
+    """Pass the joined corrections of each pack's leaves to an `init` of a tree with packs."""
     masters = _context.get().masters
     if masters is None:
         yield

@@ -21,11 +21,7 @@ _DEFAULT_LIMIT = 64  # XLA's
 
 @jax.tree_util.register_pytree_with_keys_class
 class PerLayer:
-    """An array that is stored as one array per layer, along axis 0.
-
-    Attributes:
-      parts: the arrays, in order.
-    """
+    """An array that is stored as one array per layer, along axis 0, in `parts`."""
 
     def __init__(self, parts: Iterable[Any]):
         self.parts = tuple(parts)
@@ -108,11 +104,7 @@ def copied(tree: Any, sharding: Sharding) -> Any:
 
 
 def device_of(tree: Any) -> jax.Device:
-    """Return the device of all arrays of a tree.
-
-    Raises:
-      ValueError: if there are several.
-    """
+    """Return the device of all arrays of a tree; raises if there are several."""
     shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
     devices = {d for s in shardings if isinstance(s, Sharding) for d in s.device_set}
     if len(devices) > 1:
@@ -136,11 +128,9 @@ class RunAhead:
         self._stages: collections.deque[Any] = collections.deque()
 
     def add(self, results: Any, consumed: Any = ()) -> None:
-        """Wait for the stage before the one that was just dispatched.
+        """Wait for the stage before the one that was just dispatched, then delete its `consumed`.
 
-        Args:
-          results: arrays that the new stage makes, and that no other takes the place of.
-          consumed: arrays to delete when it has ended.
+        `results` are arrays that the new stage makes, and that no other takes the place of.
         """
         self._stages.append((results, consumed))
         if len(self._stages) == _AHEAD:
@@ -196,17 +186,7 @@ def _read(path: str) -> str | None:
 
 
 def check_room(needed: int, what: str, device: jax.Device, pinned: int = 0) -> None:
-    """Raise if host memory is too small.
-
-    Args:
-      needed: bytes to be allocated.
-      what: what they are for.
-      device: the device that will read them.
-      pinned: bytes of pinned memory that are in use already.
-
-    Raises:
-      MemoryError: with the bytes that are needed.
-    """
+    """Raise if host memory is too small for `needed` bytes, beside those `pinned` already."""
     needs = f"{what} needs {needed / _GIB:.2f} GiB of pinned host memory"
     free = free_bytes()
     if free is not None and needed > free:

@@ -196,11 +196,7 @@ _PORTABLE = Approximations()
 
 @contextlib.contextmanager
 def kernel_arithmetic(approximations: Approximations = _PORTABLE) -> Iterator[None]:
-    """Trace the code inside as the body of a kernel.
-
-    Args:
-      approximations: the backend's arithmetic.
-    """
+    """Trace the code inside as the body of a kernel, with the arithmetic of its backend."""
     token = _approximations.set(approximations)
     try:
         yield
@@ -289,9 +285,6 @@ def forbid_differentiation(tree: Tree) -> Tree:
 
     JAX gives integers no tangent, and roundings none or the identity's, so that gradients through
     a state would silently lack a term.
-
-    Raises:
-      TypeError: under `jax.grad` and `jax.jvp`, if a leaf depends on the differentiated arguments.
     """
     return tree
 
@@ -319,13 +312,9 @@ def first_order_only(
 ) -> Callable[..., Any]:
     """Make a function of a custom derivative rule raise if it is differentiated again.
 
-    Rounding has no derivative, so second derivatives would silently lack a term. The function must
-    not return an argument unchanged: JAX would then keep that array twice.
-
-    Args:
-      function: takes `static` static arguments, then arrays.
-      static: number of static arguments.
-      refuse: raises the error; its first arguments are the static ones.
+    Rounding has no derivative, so second derivatives would silently lack a term. The function takes
+    `static` static arguments, then arrays, and must not return an argument unchanged: JAX would
+    then keep that array twice. `refuse` raises the error; its first arguments are the static ones.
     """
     rule = jax.custom_jvp(function, nondiff_argnums=tuple(range(static)))
     rule.defjvp(refuse)

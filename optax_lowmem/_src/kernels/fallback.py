@@ -73,11 +73,7 @@ def on_one_device(
 ) -> Any:
     """Return kernel(*args) in a program for one device, else parts of it or several(*args).
 
-    Args:
-      kernel: a function of arrays, which is always traced.
-      several: as `plain` of `with_fallback`.
-      *args: pytrees of arrays.
-      partition: as of `with_fallback`.
+    The arguments are as in `with_fallback`; the kernel is always traced.
     """
     leaves, treedef = jax.tree.flatten(args)
     if is_eager(leaves):

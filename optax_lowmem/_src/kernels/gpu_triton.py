@@ -34,12 +34,7 @@ _program.def_abstract_eval(lambda *, axis: jax.core.ShapedArray((), jnp.int32))
 
 
 class _Traced(Operand):
-    """An array in the GPU's memory.
-
-    Attributes:
-      pointer: a scalar that stands for the array's pointer.
-      stored: results of all stores.
-    """
+    """An array in the GPU's memory: a scalar that stands for its pointer, and what is stored."""
 
     def __init__(self, like: Shaped | Operand, pointer: jax.Array, stored: list[jax.Array]) -> None:
         self.shape, self.dtype = like.shape, like.dtype
@@ -129,12 +124,7 @@ class _TracedProgram(Program):
 
 
 def traced(body: Body, arrays: Sequence[Shaped]) -> jex.core.ClosedJaxpr:
-    """Return the closed jaxpr of a program, a function of the pointers to its arrays.
-
-    Args:
-      body: the function of the program.
-      arrays: the arrays that it loads from and stores to, or their shapes and dtypes.
-    """
+    """Return the closed jaxpr of a program, a function of the pointers to its arrays."""
 
     def run(*pointers: jax.Array) -> list[jax.Array]:
         stored: list[jax.Array] = []

@@ -82,13 +82,10 @@ class Place:
         codes_per_byte: int = 1,
         shared: Sequence[Tiling] = (),
     ) -> "Place":
-        """Return the place of a tile.
+        """Return the place of a tile, by its number.
 
-        Args:
-          tiling: tiling of the array, or of what it has the codes of.
-          tile: number of the tile.
-          codes_per_byte: 1 but for an array of packed codes.
-          shared: tilings of all arrays whose tiles have the same code.
+        `shared` are the tilings of all arrays whose tiles have the same code. With several codes
+        per byte, `tiling` is of the values, and the place is in the packed codes.
         """
         form, tiling = Form.of(shared or [tiling], codes_per_byte), tiling.of_bytes(codes_per_byte)
         first, count = tile * jnp.int32(tiling.rows), jnp.int32(tiling.groups)
@@ -195,10 +192,7 @@ def within_groups(tiling: Tiling, block: Block) -> bool:
 def block_numbers(tiling: Tiling, block: Block, tile: jax.Array) -> jax.Array:
     """Return the number of each group's block, [rows, 1], or of each element's, [rows, lanes].
 
-    Args:
-      tiling: tiling of the leaf.
-      block: one of the parts of the leaf's block.
-      tile: number of the tile.
+    `block` is one of the parts of the leaf's block.
     """
     values, size = block.mean_shape(tiling.shape), tiling.group_size
     positions = [index[:, None] for index in _coordinates(tiling, tile)]

@@ -59,11 +59,6 @@ def pack(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
 
     By equation 7 these have the probabilities (3/4)^2 / 2, 3/4 2^-8 and 1/2: exactly equation 8.
 
-    Args:
-      x: random words of 32 bits.
-      y: likewise.
-      z: likewise.
-
     Returns:
       uint32 of their shape; bits 4k and 4k + 1 are the magnitude of element k, bit 4k + 3 its sign.
     """

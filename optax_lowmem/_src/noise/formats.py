@@ -15,12 +15,7 @@ _LEAST_EXPONENT = -100
 
 @dataclasses.dataclass(frozen=True)
 class Wide:
-    """Floating-point format without a scale.
-
-    Attributes:
-      name: name of the dtype.
-      mantissa: mantissa bits.
-    """
+    """Floating-point format without a scale, by its dtype's name and mantissa bits."""
 
     name: str
     mantissa: int
@@ -52,9 +47,7 @@ class Scaled:
     def cast(self, x: jax.Array, absmax: jax.Array) -> jax.Array:
         """Round f32 values to the format, to nearest, ties to even.
 
-        Args:
-          x: f32 values.
-          absmax: the largest magnitude of each value's block.
+        `absmax` is the largest magnitude of each value's block. If it is not finite, no result is.
 
         If a block's maximum is not finite, none of its results is.
         """

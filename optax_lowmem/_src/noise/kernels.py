@@ -129,19 +129,11 @@ def sample_plain(
     to: Format,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return sampled weights and the scale of their noise.
+    """Return weights [..., m, n] with noise, and the scale of the noise, f32, per block.
 
-    Args:
-      w: weights [..., m, n].
-      correction: the correction of split master weights; None if they are not split.
-      factor: 2^(1 - b_t), f32, per block.
-      key: uint32 key of the leaf and step, or of a part (`random.part_keys`).
-      noise: the distribution of R.
-      to: the format that sampled weights are rounded to.
-      dtype: the dtype that stores them.
-
-    Returns:
-      w + R scale, rounded to the format; scale = max |w| factor, f32, per block.
+    These are w + R scale, rounded to the format, in `dtype`; and max |w| factor, where `factor` is
+    2^(1 - b_t), f32, per block. `correction` is that of split master weights; `key` is of the leaf
+    and step, or of a part (`random.part_keys`).
     """
     masters = numerics.widen(w) if correction is None else _master_weight(w, correction)
     scale = absmax(masters) * factor
@@ -226,14 +218,9 @@ def _fastest(
 ) -> Any:
     """Call a kernel by name with the arguments of `plain`, if supported, else `plain`.
 
-    Args:
-      name: of the kernel.
-      plain: a function of arrays, the last one the key.
-      shape: of the array that has noise.
-      dtype: its dtype.
-      *args: arrays of this shape or of its blocks, and the key.
-      results: names of the axes of the results.
-      unit: number of rows that one device must have, as in `along_axes`.
+    `shape` and `dtype` are of the array that has noise. The arguments are arrays of this shape or
+    of its blocks, and at last the key; `results` names the axes of the results. One device must
+    have `unit` rows, as in `along_axes`.
     """
     if no_kernel_reason(args[0], shape, dtype) is not None:
         return plain(*args)

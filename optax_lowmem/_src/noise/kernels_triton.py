@@ -27,12 +27,7 @@ from optax_lowmem._src.noise.kernels import SIDE, block_shape
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """Strip of one program: 32 rows and some columns.
-
-    Attributes:
-      columns: number of columns: a power of two and a multiple of 32.
-      warps: number of warps per program.
-    """
+    """Strip of one program: 32 rows and some columns, a power of two and a multiple of 32."""
 
     columns: int = 128
     warps: int = 4

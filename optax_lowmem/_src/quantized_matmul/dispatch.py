@@ -76,11 +76,7 @@ def quantize_transposed(
 ) -> Quantized:
     """Return the transpose of `quantize_plain(w, axes, to)` for a matrix w.
 
-    Args:
-      w: the matrix.
-      axes: the axis that shares a maximum, or None for both.
-      to: the format.
-      absmax: maxima computed before, beyond which values are clipped; None computes them.
+    `absmax` are maxima computed before, beyond which values are clipped; None computes them.
     """
     clip, largest = absmax is not None, absmax_of(w, axes) if absmax is None else absmax
 

@@ -54,12 +54,7 @@ _LEAST_BITS = (127 - 100) << 23
 
 
 class Quantized(NamedTuple):
-    """An array as codes * scales.
-
-    Attributes:
-      codes: the array's shape, in the format's dtype.
-      scales: f32, with size 1 on the axes that share a scale.
-    """
+    """An array as codes * scales: f32 scales have size 1 on the axes that share one."""
 
     codes: jax.Array
     scales: jax.Array

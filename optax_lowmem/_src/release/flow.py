@@ -27,13 +27,7 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "rem
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """A jaxpr whose constants are inputs.
-
-    Attributes:
-      jaxpr: a jaxpr with its equations.
-      consts: values of its constants.
-      inputs: its variables for the constants, then for the arguments.
-    """
+    """A jaxpr whose constants are inputs: the first of `inputs`, which are all of its variables."""
 
     jaxpr: Jaxpr
     consts: list[Any]
@@ -250,8 +244,7 @@ class _Scan:
     def of(cls, flow: Flow, eqn: JaxprEqn) -> "_Scan | None":
         """Return the scan of an equation, or None if it is no scan over parameters.
 
-        Raises:
-          ValueError: for a scan over layers that cannot be released.
+        Raises for a scan over layers that cannot be released.
         """
         if eqn.primitive.name != "scan":
             return None
@@ -289,8 +282,7 @@ class _Scan:
     def known_results(self, flow: Flow) -> tuple[list[Var], Compute]:
         """Return the results for every layer that are read, and how to compute them.
 
-        Raises:
-          ValueError: if one depends on a parameter or on a carried value.
+        Raises if one depends on a parameter or on a carried value.
         """
         results = list(zip(self.eqn.outvars, body_of(self.eqn).jaxpr.outvars, strict=True))
         read = [(out, inner) for out, inner in results[self.carried :] if out in flow.read]

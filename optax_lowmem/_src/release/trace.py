@@ -52,15 +52,8 @@ def trace(
 ) -> tuple[Program, Any]:
     """Cut a loss function into stages.
 
-    Args:
-      loss: (params, batch) -> loss, or (loss, aux).
-      params: the parameters.
-      batch: passed to `loss`.
-      layers: as in `train_step`.
-      has_aux: whether `loss` returns (loss, aux).
-
-    Returns:
-      The program, and `known`: the values that depend on no parameter, to run it with.
+    Returns the program and `known`, the values that depend on no parameter, to run it with. The
+    loss is (params, batch) -> loss, or (loss, aux) with `has_aux`; `layers` are as in `train_step`.
     """
     named = trees.named_leaves(params)
     names, leaves = [name for name, _ in named], [leaf for _, leaf in named]
@@ -102,8 +95,7 @@ def _layers_of(names: Sequence[str], layers: str | Sequence[str]) -> dict[int, s
 def _boundaries(flow: Flow) -> list[int]:
     """Return the positions in `flow.eqns` before which a stage begins.
 
-    Raises:
-      ValueError: if there is no layer, or if layers cannot be separated.
+    Raises if there is no layer, or if layers cannot be separated.
     """
     _check_stacks(flow)
     reads = [flow.leaves_of(eqn.invars) for eqn in flow.eqns]
@@ -189,15 +181,7 @@ def _costs(flow: Flow) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Stages:
-    """Build the stages of a program.
-
-    Attributes:
-      flow: the values of the loss.
-      cuts: where stages begin.
-      leaves: the parameters.
-      results: tree structure of what the loss returns.
-      has_aux: whether that is (loss, aux).
-    """
+    """Build the stages of a program, which begin at `cuts`; `results` is the loss' structure."""
 
     flow: Flow
     cuts: list[int]
@@ -295,8 +279,8 @@ class _Stages:
             env |= zip(parameters, rest, strict=True)
             env |= zip(inputs, jax.tree.leaves(x), strict=True)
             values = flow.graph.evaluate([*made, *eqns], outputs, env)
-            pairs: Any = zip(values, outputs, strict=True)
-            return [jnp.asarray(x, v.aval.dtype) if isinstance(v, Literal) else x for x, v in pairs]
+            pairs = zip(values, outputs, strict=True)
+            return [jnp.asarray(x, _dtype(v)) if isinstance(v, Literal) else x for x, v in pairs]
 
         return evaluate
 
@@ -321,3 +305,8 @@ class _Stages:
         read = [v for v in atoms if v not in self.flow.known and v not in self.flow.sources]
         later = [v for v in self._crossing(at + 1) if v not in scan.eqn.outvars]
         return list(dict.fromkeys([*read, *later]))
+
+
+def _dtype(atom: Atom) -> Any:
+    aval: Any = atom.aval
+    return aval.dtype

@@ -41,9 +41,8 @@ class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: igno
 class Engine(StateFormat, LeafPlanner):
     """An optimizer: the settings of its plans, and its hyperparameters.
 
-    Attributes:
-      hyperparameters: returns the f32 scalars of a step, given the count before it.
-      schedules: the hyperparameters that were given as schedules, by name.
+    `hyperparameters` returns the f32 scalars of a step, given the count before it; `schedules` are
+    those that were given as schedules, by name.
     """
 
     hyperparameters: Hyperparameters
@@ -94,14 +93,8 @@ class Engine(StateFormat, LeafPlanner):
     ) -> tuple[Any, Any]:
         """Return updates, or new parameters if `returns_params`, and the new state.
 
-        Args:
-          updates: gradients, f32 or 16-bit.
-          state: the old state.
-          params: the parameters, or None.
-          h: hyperparameters; by default those at the state's count.
-          count: the new count; by default the old one plus 1.
-          gradient_scale: a factor of the gradients.
-          returns_params: whether to return new parameters instead of updates.
+        By default the hyperparameters `h` are those at the state's count, and the new count is the
+        old one plus 1. `gradient_scale` is a factor of the gradients.
         """
         trees.check_state(state, self.rule.state_type)
         streams = any(map(host.is_on_host, jax.tree.leaves(state)))
@@ -146,8 +139,7 @@ class Engine(StateFormat, LeafPlanner):
     ) -> Any:
         """Return substitutes for missing parameters: f32 arrays whose values are not used.
 
-        Raises:
-          ValueError: if the step needs the parameters, with the reason.
+        Raises if the step needs the parameters, with the reason.
         """
         reason, named = None, trees.named_leaves(updates)
         narrow = [(name, g) for name, g in named if numerics.is_narrow(jnp.result_type(g))]
@@ -186,9 +178,7 @@ Stepped = tuple[list[jax.Array], list[LeafState], list[LeafState]]
 def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
     """Return (updates, states, states of block-wise slots) of parameters or their shards.
 
-    Args:
-      rule: the optimizer's arithmetic.
-      batch: the parameters; if their plans `returns_params`, the updates are new parameters.
+    If the plans `returns_params`, the updates are new parameters.
     """
     plans = [
         dataclasses.replace(plan, update_dtype=g.dtype)

@@ -70,12 +70,7 @@ class MatrixAxes:
     dimensions: Dimensions = None
 
     def of(self, params: optax.Params) -> dict[str, Matrices]:
-        """Return the matrix axes of the leaves that are matrices, by path.
-
-        Raises:
-          ValueError: if axes do not fit their leaf, or the tree does not fit the parameters.
-          TypeError: if an entry is neither dimension numbers nor None.
-        """
+        """Return the axes of the leaves that are matrices, by path; raises if they do not fit."""
         leaves = trees.named_leaves(params)
         if self.dimensions is None:
             return {p: Matrices((0,), (1,)) for p, leaf in leaves if len(leaf.shape) == 2}

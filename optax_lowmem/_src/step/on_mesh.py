@@ -73,13 +73,7 @@ def _block_specs(plan: LeafPlan, place: Placement) -> Any:
 def fused_updates(
     step: Callable[[LeafBatch], list[Result]], batch: LeafBatch, places: Sequence[Placement]
 ) -> list[Result]:
-    """Step parameters on one mesh.
-
-    Args:
-      step: steps the shards of one device.
-      batch: the parameters.
-      places: the sharding of each parameter.
-    """
+    """Step parameters on one mesh; `step` steps the shards of one device."""
     batch = batch.with_keys_in_order()
     mesh, every = places[0].mesh, PartitionSpec()
     typed = _explicit(mesh)
@@ -143,16 +137,11 @@ class StepPartition(Partition):
         numbers: tuple[int, ...],
         arguments: tuple[Any, ...],
     ) -> None:
-        """Partition step(plans, numbers, leaves, scalars, keys).
+        """Partition step(plans, numbers, leaves, scalars, keys), which must not close over arrays.
 
-        Args:
-          backend: name of the implementation.
-          content: all that the step depends on but its arguments.
-          step: steps leaves; it must not close over arrays.
-          paths: of the leaves.
-          plans: of the leaves, without paths.
-          numbers: indices of their keys.
-          arguments: (leaves, scalars, keys), or their types.
+        `content` is all that the step depends on but its arguments; `plans` have no paths;
+        `numbers` are the indices of the leaves' keys. `arguments` are (leaves, scalars, keys), or
+        their types.
         """
         super().__init__()
         self._content, self._step, self._plans, self._numbers = content, step, plans, numbers

@@ -20,14 +20,7 @@ from optax_lowmem._src.step.storage import Storage
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
-    """Storage of one slot of a leaf.
-
-    Attributes:
-      name: name of the slot.
-      codec: codec of the slot, or None to store its values.
-      dtype: dtype of the codes, or of the values without a codec.
-      stochastic: whether codes are rounded stochastically.
-    """
+    """Storage of one slot of a leaf: `dtype` is of its codes, or of its values without a codec."""
 
     name: str
     codec: GroupCodec | None
@@ -200,17 +193,8 @@ def decide_slot(
 ) -> context.Decision:
     """Decide whether a codec stores a slot of a leaf, without recording the decision.
 
-    Args:
-      path: name of the leaf.
-      shape: shape of the leaf.
-      slot: name of the slot.
-      codec: codec of the slot, or None.
-      group_size: number of neighbours that share a scale.
-      stochastic: whether codes are rounded stochastically.
-      policy: which leaves and slots stay in f32.
-      masked_out: whether the policy's mask is False for this leaf.
-      stored: whether the current state stores codes for the slot.
-      refused: a reason to keep f32 that precedes the policy's.
+    `stored` says whether the current state has codes for the slot; `refused` is a reason to keep
+    f32 that precedes the policy's.
     """
     refused = refused or ("the policy's mask is False here" if masked_out else None)
     reason = refused or policy.reason(path, shape, slot, stored)
@@ -237,11 +221,7 @@ def rounds_weights(storage: Storage) -> bool:
 
 
 def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:
-    """Return `split_for` of a leaf, and record the reason.
-
-    Raises:
-      ValueError: for fp16 weights that would be rounded stochastically.
-    """
+    """Return `split_for` of a leaf, and record why; raises for fp16 weights to be rounded."""
     split = split_for(storage, dtype)
     rounds = rounds_weights(storage) and dtype != jnp.float32
     if rounds and dtype != jnp.bfloat16:
@@ -295,10 +275,7 @@ class LeafPlanner:
     ) -> list[LeafPlan]:
         """Return the plan of each leaf, and record the decisions.
 
-        Args:
-          params: the parameters; in a `shard_map`, this device's shards.
-          state: the state to be stepped; None before `init`.
-          returns_params: whether the step returns new parameters instead of updates.
+        In a `shard_map` the parameters are this device's shards; the state is None before `init`.
         """
         storage, leaves = self.storage, trees.named_leaves(params)
         if not leaves:  # also for the placeholder of optax.tree.map_params, which fits no mask
@@ -387,10 +364,7 @@ def describe_block(
 ) -> context.Decision:
     """Return the decision about a block-wise slot, with the form of its block and its reasons.
 
-    Args:
-      decision: from `decide_slot`.
-      block: the block.
-      configured: whether the slot has a codec, so that there is a reason if it is not compressed.
+    Only a `configured` slot, one with a codec, has a reason if it is not compressed.
     """
     form = f"{decision.form or 'f32'}, {block.description or 'a value a block'}"
     why = decision.reason if configured and decision.codec is None else ""

@@ -28,9 +28,7 @@ _prepare = jax.jit(reference.prepare, static_argnames=("rule", "plan"))
 def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[LeafState]]:
     """Add the operands of `rule.prepare` to a batch; also returns the new block-wise slots.
 
-    Args:
-      rule: the optimizer's arithmetic, whose `prepares` is `leaf` or `blocks`.
-      batch: parameters with f32 hyperparameters; for `blocks`, without `l2`.
+    The batch has f32 hyperparameters; for a rule that prepares `blocks`, without `l2`.
     """
     if rule.prepares == "leaf":
         prepared = []

@@ -166,12 +166,8 @@ def encode(
 ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
     """Encode the new values of the slots; returns them as stored, and the scales of their codecs.
 
-    Args:
-      plan: the leaf's static choices.
-      values: new values of the slots, f32.
-      seeds: random bits for codes that are rounded stochastically; None to round to nearest.
-      layout: layout of the arrays.
-      measured: the result of `measure`, if computed before.
+    Without seeds (random bits) codes are rounded to nearest. `measured` is the result of `measure`,
+    if computed before.
     """
     slots, scales = [], []
     for slot in plan.slots:

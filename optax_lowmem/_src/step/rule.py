@@ -89,14 +89,10 @@ class UpdateRule(abc.ABC):
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Return operands of `update` that depend on many elements, and the new block-wise slots.
 
-        `update` receives the operands in h, broadcast to the elements.
-
-        Args:
-          g: for `leaf`, the gradient of a whole leaf; for `blocks`, the mean of its square over
-            each block.
-          slots: for `leaf`, the decoded slots with one value per element; for `blocks`, the
-            block-wise ones.
-          h: as in `update`.
+        `update` receives the operands in h, broadcast to the elements. For `leaf`, g is the
+        gradient of a whole leaf, and the slots are decoded, with one value per element; for
+        `blocks`, g is the mean of the gradient's square over each block, and the slots are the
+        block-wise ones.
         """
         return {}, {}
 
@@ -105,8 +101,7 @@ class UpdateRule(abc.ABC):
     ) -> dict[str, jax.Array]:
         """Return `h` for one of `every` micro-batches accumulated into the moments of one step.
 
-        Raises:
-          ValueError: for a rule whose direction needs the whole gradient at once.
+        Raises for a rule whose direction needs the whole gradient at once.
         """
         raise ValueError(
             f"{type(self).__name__} needs the whole gradient at once, so micro-batches cannot go "
@@ -141,14 +136,7 @@ class MatrixRule(UpdateRule):
         slots: Mapping[str, jax.Array],
         h: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return a factor of each block's direction, f32, and the new block-wise slots.
-
-        Args:
-          matrices: the matrix axes of the leaf.
-          direction: the result of `of_matrices`.
-          slots: the block-wise slots.
-          h: as in `update`.
-        """
+        """Return a factor of each block's direction, f32, and the new block-wise slots."""
         raise NotImplementedError(f"{type(self).__name__} has no block-wise slots")
 
     @abc.abstractmethod
@@ -165,9 +153,5 @@ class MatrixRule(UpdateRule):
     ) -> jax.Array:
         """Return the factor of a leaf's learning rate, f32 [].
 
-        Args:
-          matrices: the matrix axes of the leaf.
-          before: the direction that `update` returned.
-          direction: the result of `of_matrices`.
-          h: as in `update`.
+        `before` is the direction that `update` returned, `direction` the result of `of_matrices`.
         """

@@ -75,14 +75,7 @@ def heuristic(backend: str, group_size: int) -> Tuning:
 
 
 def resolve(argument: Tuning | None, backend: str, slots: int, group_size: int) -> Tuning:
-    """Return the argument or `context.stepping`'s, else the device's entry or the heuristic.
-
-    Args:
-      argument: the caller's choice, or None.
-      backend: `pallas`, `triton` or `pallas_tpu`.
-      slots: number of elementwise slots of the optimizer.
-      group_size: number of elements that share a scale.
-    """
+    """Return the argument or `context.stepping`'s, else the device's entry or the heuristic."""
     chosen = argument or context.step_arguments().tuning
     if chosen is not None:
         return chosen

@@ -164,9 +164,7 @@ class Blocks:
     def coordinates(self, row: jax.Array, block: jax.Array) -> list[jax.Array]:
         """Return the indices, uint32, of the groups of ROWS rows along each axis of the scales.
 
-        Args:
-          row: the first row.
-          block: the number of the block along the row.
+        `block` is the number of the block along the row.
         """
         rest: jax.Array = row
         own: list[jax.Array] = [lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 0)]
@@ -192,9 +190,7 @@ class Blocks:
 def bytes_of_lane(register: int, several: int) -> jax.Array:
     """Return the lane of the byte that holds each code of a register, int32 [ROWS, LANES].
 
-    Args:
-      register: index among the registers of codes whose bytes share one register.
-      several: number of codes per byte.
+    `register` is the index among the `several` registers of codes whose bytes share one register.
     """
     return _div(_lane(), several) + register * (LANES // several)
 

@@ -140,16 +140,8 @@ def launch(
 ) -> Result:
     """Step one leaf.
 
-    Args:
-      rule: the optimizer's arithmetic.
-      plan: the plan of the leaf.
-      leaf: the arrays of the leaf.
-      names: names of the hyperparameters.
-      scalars: the hyperparameters, f32 [len(names)].
-      row_key: key of the random bits R, uint32 [].
-      lane_seeds: C from `register_seeds`.
-      elements: maximum number of elements per block.
-      interpret: True or `pltpu.InterpretParams` to run as plain JAX, on any device.
+    `row_key` is the key of the random bits R, `lane_seeds` are C from `register_seeds`. A block has
+    at most `elements` elements. `interpret` runs as plain JAX, on any device.
     """
     of_elements = leaf.state._replace(scales=())
     moving = views.bytes_of(leaf.g, leaf.p, of_elements)

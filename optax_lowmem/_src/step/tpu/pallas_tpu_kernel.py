@@ -75,14 +75,7 @@ class Scratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The static part of a kernel.
-
-    Attributes:
-      rule: the optimizer's arithmetic.
-      plan: the plan of the leaf.
-      blocks: the blocks of its arrays.
-      names: names of the hyperparameters.
-    """
+    """The static part of a kernel."""
 
     rule: UpdateRule
     plan: LeafPlan

@@ -64,13 +64,9 @@ def bytes_of(*trees: Any) -> int:
 
 
 def blocks_of(plan: LeafPlan, leaf: Leaf, moving: int, elements: int) -> Blocks:
-    """Return the blocks of a leaf.
+    """Return the blocks of a leaf, of at most `elements` elements.
 
-    Args:
-      plan: the plan of the leaf.
-      leaf: the arrays of the leaf.
-      moving: bytes per element of operands and results.
-      elements: maximum number of elements per block.
+    `moving` are the bytes per element of operands and results.
     """
     of_block = _block_values(plan, leaf.of_block)
     return Blocks(
@@ -84,10 +80,7 @@ def blocks_of(plan: LeafPlan, leaf: Leaf, moving: int, elements: int) -> Blocks:
 def compiler_params(blocks: Blocks, moving: int, scratch: Any) -> pltpu.CompilerParams:
     """Return compiler parameters, which raise the limit of VMEM only if the blocks need it.
 
-    Args:
-      blocks: the blocks of the leaf.
-      moving: bytes per element of operands and results.
-      scratch: shapes and dtypes of the scratch memory.
+    `moving` are the bytes per element of operands and results.
     """
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(scratch))
     held += 2 * moving * blocks.block_rows * blocks.width  # double buffering
