@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from optax_lowmem._src.codecs import group_codec
 from optax_lowmem._src.core import array_metadata, context, numerics, packs, random, trees
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.optimizers import every_record
 from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord, name_of
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
@@ -514,7 +515,7 @@ def map_coded_slots(
 def _encode_slot(
     stored: Any,
     scales: Any,
-    values: Mapping[str, jax.Array],
+    values: Arrays,
     pop: Callable[[str], context.Decision],
     seed: jax.Array,
     count: jax.Array,

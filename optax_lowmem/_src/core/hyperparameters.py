@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.core.compiled import compiled
+from optax_lowmem._src.core.typing import Arrays
 
 
 def check_choice(name: str, value: object, choices: Iterable[str | None]) -> None:
@@ -142,10 +143,10 @@ class Formula:
     the count.
     """
 
-    function: Callable[..., dict[str, jax.Array]]
+    function: Callable[..., Arrays]
     arguments: tuple[Any, ...] = ()
 
-    def __call__(self, count: jax.Array) -> dict[str, jax.Array]:
+    def __call__(self, count: jax.Array) -> Arrays:
         """Return f32 scalars; a user's schedule is called outside of `compiled`."""
         schedules = [value for value in jax.tree.leaves(self.arguments) if callable(value)]
         if not all(isinstance(schedule, PowerDecay) for schedule in schedules):

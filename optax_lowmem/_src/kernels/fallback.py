@@ -179,12 +179,7 @@ def _is_for_one_device(context: Any) -> bool:
 
 
 def _batched(
-    operands: Sequence[Any],
-    axes: Sequence[Any],
-    kernel: Any,
-    several: _Flat,
-    count: int,
-    **_: Any,
+    operands: Sequence[Any], axes: Sequence[Any], kernel: Any, several: _Flat, count: int, **_: Any
 ) -> tuple[list[jax.Array], list[int]]:
     axes = tuple(axes)
     plain = jax.vmap(several, in_axes=axes[:count])

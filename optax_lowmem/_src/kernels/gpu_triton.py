@@ -171,11 +171,7 @@ def missing(body: Body, arrays: Sequence[Shaped]) -> str | None:
 
 
 def source(
-    body: Body,
-    name: str,
-    parameters: Sequence[str],
-    names: Sequence[str],
-    arrays: Sequence[Shaped],
+    body: Body, name: str, parameters: Sequence[str], names: Sequence[str], arrays: Sequence[Shaped]
 ) -> str:
     """Return the source of a kernel.
 

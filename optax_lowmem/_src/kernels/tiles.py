@@ -76,11 +76,7 @@ class Place:
 
     @classmethod
     def of(
-        cls,
-        tiling: Tiling,
-        tile: jax.Array,
-        codes_per_byte: int = 1,
-        shared: Sequence[Tiling] = (),
+        cls, tiling: Tiling, tile: jax.Array, codes_per_byte: int = 1, shared: Sequence[Tiling] = ()
     ) -> "Place":
         """Return the place of a tile, by its number.
 

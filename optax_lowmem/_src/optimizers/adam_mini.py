@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -15,7 +14,7 @@ from optax_lowmem._src.blocks.structure import Structure
 from optax_lowmem._src.codecs import affine, sqrt
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.block import BlockStructure
-from optax_lowmem._src.core.typing import ScalarOrSchedule
+from optax_lowmem._src.core.typing import Arrays, ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, flash_adamw, is_zero
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
@@ -38,24 +37,18 @@ class AdamMiniRule(AdamRule):
 
     prepares = "blocks"
 
-    def averaged(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> jax.Array:
+    def averaged(self, g: jax.Array, slots: Arrays, h: Arrays) -> jax.Array:
         """Return the new v; `g` is the mean of g^2."""
         return h["b2"] * slots["nu"] + h["one_minus_b2"] * g
 
-    def prepare(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def prepare(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[Arrays, Arrays]:
         """Return 1 / (sqrt(vhat + eps_root) + eps) and the new v; `g` is the mean of g^2."""
         nu = self.averaged(g, slots, h)
         # for an infinite v, NaN (inf / inf) instead of 0, with which the block would silently stop
         one = jnp.where(nu < jnp.inf, jnp.float32(1), nu)
         return {OF_BLOCK: numerics.quotient(one, self.denominator(nu, h))}, {"nu": nu}
 
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         """Return the direction and the new m."""
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         return mu * h[OF_BLOCK], {"mu": mu}

@@ -9,13 +9,7 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.kernels.along_axes import (
-    Cut,
-    along_axes,
-    axes_of,
-    broadcast,
-    names_of,
-)
+from optax_lowmem._src.kernels.along_axes import Cut, along_axes, axes_of, broadcast, names_of
 from optax_lowmem._src.quantized_matmul.plain import (
     Format,
     Quantized,

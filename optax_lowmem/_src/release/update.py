@@ -1,7 +1,7 @@
 """The update of one layer of stacked parameters, or of parameters outside of stacks."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 from optax_lowmem._src.core import context, random
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.release.model import Parts, Stack
 from optax_lowmem._src.step import LeafPlan, LeafState
 from optax_lowmem._src.step.batch import LeafBatch
@@ -155,7 +156,7 @@ class Update:
     """
 
     plans: Plans
-    h: Mapping[str, jax.Array]
+    h: Arrays
     count: jax.Array
     keys: jax.Array
     limit: optax.GradientTransformation | None
@@ -226,7 +227,7 @@ class Update:
         return step_leaves(self.plans.engine.rule, batch)
 
 
-def _scaled(h: Mapping[str, jax.Array], factor: jax.Array | None) -> Mapping[str, jax.Array]:
+def _scaled(h: Arrays, factor: jax.Array | None) -> Arrays:
     return h if factor is None else {**h, "gradient_scale": factor}
 
 

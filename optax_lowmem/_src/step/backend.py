@@ -146,10 +146,7 @@ def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
 
 
 def _on_mesh(
-    rule: UpdateRule,
-    batch: LeafBatch,
-    placed: Mapping[int, Placement],
-    tuned: tuning.Tuning | None,
+    rule: UpdateRule, batch: LeafBatch, placed: Mapping[int, Placement], tuned: tuning.Tuning | None
 ) -> Iterator[tuple[int, Result]]:
     """Yield (index, result) of the sharded parameters, stepping those of each mesh together."""
 

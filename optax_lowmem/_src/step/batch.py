@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import OF_BLOCK
 
@@ -70,8 +71,8 @@ class LeafBatch:
     gradients: list[jax.Array]
     weights: list[Any]
     states: list[LeafState]
-    hyperparameters: Mapping[str, jax.Array]
-    operands: list[Mapping[str, jax.Array]]
+    hyperparameters: Arrays
+    operands: list[Arrays]
     keys: jax.Array
     numbers: tuple[int, ...]
     implementation: str | None = None

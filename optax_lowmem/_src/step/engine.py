@@ -16,6 +16,7 @@ from optax_lowmem._src.core import context, host, numerics, random, trees
 from optax_lowmem._src.core.compiled import FEW, compiled, each, is_eager, unstacked
 from optax_lowmem._src.core.hyperparameters import check_schedule
 from optax_lowmem._src.core.policy import warn_of_patterns
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.step import choose, fused_updates, matrices
 from optax_lowmem._src.step.batch import LeafBatch, LeafState
@@ -24,7 +25,7 @@ from optax_lowmem._src.step.prepare import prepare_leaves
 from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
 from optax_lowmem._src.step.state import StateFormat, check_order
 
-Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
+Hyperparameters = Callable[[jax.Array], Arrays]
 
 
 class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
@@ -86,7 +87,7 @@ class Engine(StateFormat, LeafPlanner):
         state: optax.OptState,
         params: optax.Params,
         *,
-        h: Mapping[str, jax.Array] | None = None,
+        h: Arrays | None = None,
         count: jax.Array | None = None,
         gradient_scale: jax.Array | None = None,
         returns_params: bool = False,
@@ -134,9 +135,7 @@ class Engine(StateFormat, LeafPlanner):
         results = jax.tree.unflatten(jax.tree.structure(like), results)
         return results, self.pack(count, plans, states, blockwise, like, state)
 
-    def _stand_in(
-        self, updates: optax.Updates, state: optax.OptState, h: Mapping[str, jax.Array]
-    ) -> Any:
+    def _stand_in(self, updates: optax.Updates, state: optax.OptState, h: Arrays) -> Any:
         """Return substitutes for missing parameters: f32 arrays whose values are not used.
 
         Raises if the step needs the parameters, with the reason.

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import Block, product
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.kernels import gpu_kernel, jaxpr_to_triton, platform, tiles
 from optax_lowmem._src.kernels.fallback import on_one_device, with_fallback
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
@@ -282,7 +283,7 @@ def _step_tile(
     plan: LeafPlan,
     approximations: numerics.Approximations | None,
     leaf: Leaf,
-    h: Mapping[str, jax.Array],
+    h: Arrays,
     seeds: random.Seeds | None,
 ) -> Result:
     if approximations is None:

@@ -15,6 +15,7 @@ from optax_lowmem._src.blocks import block_means
 from optax_lowmem._src.core import context, varying
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.sharding import left_to_xla, sharding_of
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.backend import fused_updates
 from optax_lowmem._src.step.batch import LeafBatch, LeafState
@@ -48,10 +49,7 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
                 plan.path, arrays, "a mean over each of its blocks, rows or columns"
             )
     shardings = [
-        (
-            _operand_shardings(block, s.slots[0]),
-            jax.tree.map(sharding_of, (s.slots, s.scales)),
-        )
+        (_operand_shardings(block, s.slots[0]), jax.tree.map(sharding_of, (s.slots, s.scales)))
         for block, s in zip(blocks, batch.blockwise, strict=True)
     ]
     keys = batch.blockwise_keys
@@ -87,9 +85,7 @@ class _BlockRule(UpdateRule):
         """The state type of the rule."""
         return self.rule.state_type
 
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         """Return the operand of each block as the direction, and the new slots."""
         operands, new = self.rule.prepare(g, slots, h)
         return operands[OF_BLOCK], new
@@ -103,7 +99,7 @@ def _prepare_blocks(
     implementation: str | None,
     gradients: Sequence[jax.Array],
     blockwise: Sequence[LeafState],
-    h: Mapping[str, jax.Array],
+    h: Arrays,
     keys: jax.Array,
 ) -> list[tuple[Any, tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]]:
     """Return (`Block.operands`, (new block-wise slots, scales)) of each parameter."""

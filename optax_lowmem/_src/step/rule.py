@@ -2,12 +2,12 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 
 from optax_lowmem._src.core.block import Block
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.step.matrix_axes import Matrices
 
 OF_BLOCK = "of_block"  # the operand that `prepare` returns for blocks: one value per block
@@ -60,9 +60,7 @@ class UpdateRule(abc.ABC):
         """The NamedTuple of the state: count, seed, slots, their scales, correction."""
 
     @abc.abstractmethod
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         """Return the direction (to be multiplied by -lr) and the new slots.
 
         Args:
@@ -77,16 +75,12 @@ class UpdateRule(abc.ABC):
         del matrices
         return self
 
-    def hyperparameters_of(
-        self, matrices: Matrices | None, h: Mapping[str, jax.Array]
-    ) -> Mapping[str, jax.Array]:
+    def hyperparameters_of(self, matrices: Matrices | None, h: Arrays) -> Arrays:
         """Select the hyperparameters of the rule `for_leaf`, under the names that it uses."""
         del matrices
         return h
 
-    def prepare(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def prepare(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[Arrays, Arrays]:
         """Return operands of `update` that depend on many elements, and the new block-wise slots.
 
         `update` receives the operands in h, broadcast to the elements. For `leaf`, g is the
@@ -96,9 +90,7 @@ class UpdateRule(abc.ABC):
         """
         return {}, {}
 
-    def accumulating(
-        self, h: Mapping[str, jax.Array], first: jax.Array, every: int
-    ) -> dict[str, jax.Array]:
+    def accumulating(self, h: Arrays, first: jax.Array, every: int) -> Arrays:
         """Return `h` for one of `every` micro-batches accumulated into the moments of one step.
 
         Raises for a rule whose direction needs the whole gradient at once.
@@ -130,26 +122,18 @@ class MatrixRule(UpdateRule):
         return None
 
     def scale_blocks(
-        self,
-        matrices: Matrices,
-        direction: jax.Array,
-        slots: Mapping[str, jax.Array],
-        h: Mapping[str, jax.Array],
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        self, matrices: Matrices, direction: jax.Array, slots: Arrays, h: Arrays
+    ) -> tuple[jax.Array, Arrays]:
         """Return a factor of each block's direction, f32, and the new block-wise slots."""
         raise NotImplementedError(f"{type(self).__name__} has no block-wise slots")
 
     @abc.abstractmethod
-    def of_matrices(self, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+    def of_matrices(self, stack: jax.Array, h: Arrays) -> jax.Array:
         """Return the directions of a stack [matrices, rows, columns], in its dtype."""
 
     @abc.abstractmethod
     def scale(
-        self,
-        matrices: Matrices,
-        before: jax.Array,
-        direction: jax.Array,
-        h: Mapping[str, jax.Array],
+        self, matrices: Matrices, before: jax.Array, direction: jax.Array, h: Arrays
     ) -> jax.Array:
         """Return the factor of a leaf's learning rate, f32 [].
 

@@ -7,7 +7,7 @@ takes log2(G) shuffles; the kernel reduces the groups of many registers together
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 
 from optax_lowmem._src.codecs import GroupCodec
 from optax_lowmem._src.core import numerics, random
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.step import reference, tuning, xla
@@ -211,12 +212,7 @@ Keys = tuple[jax.Array, jax.Array, jax.Array]  # a leaf's key, its key of R, its
 
 
 def _step_by_kernel(
-    rule: UpdateRule,
-    plan: LeafPlan,
-    elements: int,
-    leaf: Leaf,
-    h: Mapping[str, jax.Array],
-    keys: Keys,
+    rule: UpdateRule, plan: LeafPlan, elements: int, leaf: Leaf, h: Arrays, keys: Keys
 ) -> Result:
     names = tuple(sorted(h))
     scalars = jnp.stack([h[name] for name in names])
@@ -225,9 +221,7 @@ def _step_by_kernel(
     return result._replace(update=reference.emit(plan, leaf.p, result.update))
 
 
-def _step_by_xla(
-    rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Mapping[str, jax.Array], keys: Keys
-) -> Result:
+def _step_by_xla(rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Arrays, keys: Keys) -> Result:
     with scope([plan.path], "xla"):
         result: Result = xla.plain(rule, plan.nameless, leaf, h, keys[0])
     return result

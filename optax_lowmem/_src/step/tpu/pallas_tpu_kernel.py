@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from optax_lowmem._src.codecs import GroupCodec
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import product
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.batch import Leaf, LeafState
 from optax_lowmem._src.step.plan import LeafPlan
@@ -178,7 +179,7 @@ class Rows:
     kernel: Kernel
     block: tuple[jax.Array, jax.Array]
     i: jax.Array
-    h: Mapping[str, jax.Array]
+    h: Arrays
     key: Any
     lane_seeds: Any
     read: Any
