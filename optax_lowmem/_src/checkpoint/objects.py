@@ -19,22 +19,14 @@ _FP8 = "_overwrite_with_gradient"  # Flax's collection
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """The arrays of objects, as trees.
+    """The arrays of objects, as trees."""
 
-    Attributes:
-      inner: the optimizer.
-      params: the parameters that it trains.
-      opt_state: its state.
-      rest: every other array: statistics, random keys, counts of steps, frozen parameters.
-      count: number of steps taken.
-      write: writes parameters, state and rest into the objects; returns a new `TrainState`.
-    """
-
-    inner: optax.GradientTransformation
-    params: Any
-    opt_state: Any
-    rest: Any
-    count: Any
+    inner: optax.GradientTransformation  # the optimizer
+    params: Any  # the parameters that it trains
+    opt_state: Any  # its state
+    rest: Any  # every other array: statistics, random keys, counts of steps, frozen parameters
+    count: Any  # number of steps taken
+    # writes parameters, state and rest into the objects; returns a new `TrainState`
     write: Callable[[Any, Any, Any], Any]
 
     @property

@@ -36,18 +36,13 @@ class Approximations:
     """Arithmetic of a backend's kernels: reciprocal, log2 and exp2 as single instructions.
 
     These instructions flush subnormal operands and results to 0.
-
-    Attributes:
-      reciprocal: 1 / y, accurate to 2^-23; None if the kernel divides.
-      log2: accurate to 2^-22 in [1/2, 2], elsewhere to a relative 2^-22.
-      exp2: accurate to 2^-22.
-      gpu: whether every computed NaN is 0x7fffffff, and uint32 converts to f32.
     """
 
+    # 1 / y, accurate to 2^-23; None if the kernel divides
     reciprocal: Elementwise | None = jnp.reciprocal
-    log2: Elementwise = _log2
-    exp2: Elementwise = jnp.exp2
-    gpu: bool = True
+    log2: Elementwise = _log2  # accurate to 2^-22 in [1/2, 2], elsewhere to a relative 2^-22
+    exp2: Elementwise = jnp.exp2  # accurate to 2^-22
+    gpu: bool = True  # whether every computed NaN is 0x7fffffff, and uint32 converts to f32
 
 
 # the arithmetic of the kernel whose body is being traced: codecs and rules, which XLA and kernels

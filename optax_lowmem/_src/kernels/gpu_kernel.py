@@ -20,17 +20,13 @@ BACKENDS = ("pallas", "triton")  # first the one that needs only JAX
 
 
 class Run(NamedTuple):
-    """A range of indices along an axis of an array.
+    """A range of indices along an axis of an array."""
 
-    Attributes:
-      start: the first index; or an array of them, which gives the result one more axis.
-      size: the number of indices, a power of two.
-      vector: most neighbours that a thread loads at once, so that threads hold the same elements of
-        arrays of different dtypes.
-    """
-
+    # the first index; or an array of them, which gives the result one more axis
     start: jax.Array | int
-    size: int
+    size: int  # the number of indices, a power of two
+    # most neighbours that a thread loads at once, so that threads hold the same elements of arrays
+    # of different dtypes
     vector: int | None = None
 
     def indices(self) -> jax.Array:

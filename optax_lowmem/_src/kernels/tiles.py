@@ -19,23 +19,14 @@ VECTOR = 8  # neighbours that a thread loads at once
 
 
 class Form(NamedTuple):
-    """The static properties of a tile, on which a kernel's code depends.
-
-    Attributes:
-      rows: rows of the tile.
-      lanes: lanes of the tile.
-      vector: most neighbours that a thread loads at once.
-      flat: whether all groups are full, so that the array is [groups, lanes].
-      alignment: a divisor of the offsets and sizes of all groups.
-      masked: whether elements of the last tile are missing.
-    """
+    """The static properties of a tile, on which a kernel's code depends."""
 
     rows: int
     lanes: int
-    vector: int
-    flat: bool
-    alignment: int
-    masked: bool
+    vector: int  # most neighbours that a thread loads at once
+    flat: bool  # whether all groups are full, so that the array is [groups, lanes]
+    alignment: int  # a divisor of the offsets and sizes of all groups
+    masked: bool  # whether elements of the last tile are missing
 
     @classmethod
     def of(cls, tilings: Sequence[Tiling], codes_per_byte: int = 1) -> "Form":
@@ -59,19 +50,14 @@ class Place:
     """The elements of a tile, with one group per row, in a view of an array.
 
     The view is [groups, lanes] if the form is flat, else 1-d; see `Tiling.element_view`.
-
-    Attributes:
-      form: the form of the tile.
-      first: index of its first group.
-      count: number of groups in the array.
-      begin: [rows] offset of each group in units of `form.alignment`; None if the form is flat.
-      size: [rows] number of its elements in these units; 0 beyond the end of the array.
     """
 
     form: Form
-    first: jax.Array
-    count: jax.Array
+    first: jax.Array  # index of its first group
+    count: jax.Array  # number of groups in the array
+    # [rows] offset of each group in units of `form.alignment`; None if the form is flat
     begin: jax.Array | None
+    # [rows] number of its elements in these units; 0 beyond the end of the array
     size: jax.Array | None
 
     @classmethod

@@ -23,17 +23,11 @@ _SIGNS = 0x88888888
 
 @dataclasses.dataclass(frozen=True)
 class Noise(abc.ABC):
-    """Distribution of R, computed from random words.
+    """Distribution of R, computed from random words."""
 
-    Attributes:
-      name: the name in arguments.
-      draws: number of 32-bit words per eight elements.
-      least: the smallest nonzero magnitude of R (section 3.3: 2^-r).
-    """
-
-    name: str
-    draws: int
-    least: float
+    name: str  # the name in arguments
+    draws: int  # number of 32-bit words per eight elements
+    least: float  # the smallest nonzero magnitude of R (section 3.3: 2^-r)
 
     @abc.abstractmethod
     def prepared(self, words: list[jax.Array]) -> Any:

@@ -27,18 +27,12 @@ class Scaled:
 
     A block's maximum is in the highest of `ranges` binades, each of 2^m numbers; below them are
     2^m subnormal numbers. Magnitudes over the largest number saturate.
-
-    Attributes:
-      name: the name in arguments.
-      mantissa: m, the mantissa bits.
-      ranges: number of binades of normal numbers: 2^e - 1, less those reserved for Inf and NaN.
-      largest: the largest number, with the highest binade scaled to [1, 2).
     """
 
-    name: str
-    mantissa: int
-    ranges: int
-    largest: float
+    name: str  # the name in arguments
+    mantissa: int  # m, the mantissa bits
+    ranges: int  # number of binades of normal numbers: 2^e - 1, less those reserved for Inf and NaN
+    largest: float  # the largest number, with the highest binade scaled to [1, 2)
 
     def most(self, absmax: jax.Array) -> jax.Array:
         """Return the largest representable number of blocks with these maxima."""

@@ -53,23 +53,15 @@ class FlashMuonState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OrthogonalRule(MatrixRule):
-    r"""m = beta m + (1-beta) g; the direction approximates U V^T of the debiased m = U S V^T.
+    r"""m = beta m + (1-beta) g; the direction approximates U V^T of the debiased m = U S V^T."""
 
-    Attributes:
-      nesterov: use U V^T of the debiased beta m + (1-beta) g instead.
-      adaptive: multiply the direction by <m, U V^T>.
-      coefficients: coefficients of the iterations.
-      preconditioning: how singular values are bounded before the iterations.
-      products: dtype of the products; None is bf16, or f32 if JAX's default backend is a CPU.
-      normalizes: divide by the root of the second moment of each output (NorMuon).
-    """
-
-    nesterov: bool = True
-    adaptive: bool = False
+    nesterov: bool = True  # use U V^T of the debiased beta m + (1-beta) g instead
+    adaptive: bool = False  # multiply the direction by <m, U V^T>
     coefficients: Coefficients = (STANDARD,) * 5
-    preconditioning: str = "frobenius"
+    preconditioning: str = "frobenius"  # how singular values are bounded before the iterations
+    # dtype of the products; None is bf16, or f32 if JAX's default backend is a CPU
     products: Any = None
-    normalizes: bool = False
+    normalizes: bool = False  # divide by the root of the second moment of each output (NorMuon)
 
     state_type = FlashMuonState
 

@@ -18,17 +18,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Format that stores numbers between -largest and largest in a byte.
+    """Format that stores numbers between -largest and largest in a byte."""
 
-    Attributes:
-      name: for example `int8`.
-      dtype: dtype of the codes.
-      largest: the value that the largest magnitude of a row or tensor is scaled to.
-    """
-
-    name: str
-    dtype: jnp.dtype
-    largest: float
+    name: str  # for example `int8`
+    dtype: jnp.dtype  # dtype of the codes
+    largest: float  # the value that the largest magnitude of a row or tensor is scaled to
 
     @property
     def integer(self) -> bool:

@@ -225,19 +225,13 @@ def _has_scan(eqn: JaxprEqn) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Scan:
-    """A scan over layers.
-
-    Attributes:
-      eqn: its equation.
-      consts: number of its constants.
-      carried: number of its carried values.
-      stacked: for each of its other inputs that is a parameter, by position among them, the index
-        of the parameter and the casts before the scan.
-    """
+    """A scan over layers."""
 
     eqn: JaxprEqn
-    consts: int
-    carried: int
+    consts: int  # number of its constants
+    carried: int  # number of its carried values
+    # for each of its other inputs that is a parameter, by position among them, the index of the
+    # parameter and the casts before the scan
     stacked: dict[int, tuple[int, list[JaxprEqn]]]
 
     @classmethod

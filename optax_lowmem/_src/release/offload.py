@@ -248,21 +248,17 @@ _mean = jax.jit(lambda losses: sum(x.astype(jnp.float32) for x in losses) / len(
 
 @dataclasses.dataclass
 class Offloaded:
-    """The training step of `train_step(offload=True)`.
-
-    Attributes:
-      limit: clips the gradient of each layer, and of each leaf of the rest, by its norm.
-      at_once: number of micro-batches that pass through the model together.
-    """
+    """The training step of `train_step(offload=True)`."""
 
     optimizer: Optimizer
     model: Layered
     each: Callable[[jax.Array], jax.Array]
     per_layer: bool
     implementation: str | None
+    # clips the gradient of each layer, and of each leaf of the rest, by its norm
     limit: optax.GradientTransformation | None
     micro_batches: int
-    at_once: int
+    at_once: int  # number of micro-batches that pass through the model together
 
     def __post_init__(self) -> None:
         self._programs: dict[Any, Programs] = {}

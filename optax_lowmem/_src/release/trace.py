@@ -20,21 +20,15 @@ from optax_lowmem._src.release.model import LayerFunction, Parts, Stack, Unchang
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What `Layered` is to a step, traced from a loss function for one shape of its arguments.
+    """What `Layered` is to a step, traced from a loss function for one shape of its arguments."""
 
-    Attributes:
-      first: (rest, known) -> x.
-      layers: by name, stages (weights, rest, x, known) -> x. Those named in the stacks of the parts
-        run once per layer; the others run once, with None as weights.
-      last: (rest, x, known) -> loss or (loss, aux).
-      has_aux: whether `last` returns (loss, aux).
-      parts: the parameters, split into stacks (lists of leaves) and the rest (a list of leaves).
-    """
-
-    first: Callable[[Any, Any], Any]
+    first: Callable[[Any, Any], Any]  # (rest, known) -> x
+    # by name, stages (weights, rest, x, known) -> x. Those named in the stacks of the parts run
+    # once per layer; the others run once, with None as weights
     layers: Mapping[str, LayerFunction]
-    last: Callable[[Any, Any, Any], Any]
-    has_aux: bool
+    last: Callable[[Any, Any, Any], Any]  # (rest, x, known) -> loss or (loss, aux)
+    has_aux: bool  # whether `last` returns (loss, aux)
+    # the parameters, split into stacks (lists of leaves) and the rest (a list of leaves)
     parts: Parts
 
     def take_apart(self, params: optax.Params) -> Parts:

@@ -16,15 +16,10 @@ Axes = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """The row and column axes of the matrices in a leaf; all other axes are batch axes.
+    """The row and column axes of the matrices in a leaf; all other axes are batch axes."""
 
-    Attributes:
-      rows: non-negative axes that x W sums over (`reduction_axis` of optax).
-      columns: non-negative axes of the result of x W (`output_axis` of optax).
-    """
-
-    rows: Axes
-    columns: Axes
+    rows: Axes  # non-negative axes that x W sums over (`reduction_axis` of optax)
+    columns: Axes  # non-negative axes of the result of x W (`output_axis` of optax)
 
     def fans(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the numbers of rows and columns of each matrix: fan-in and fan-out."""

@@ -35,38 +35,25 @@ class SlotPlan:
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """Storage and update of a leaf.
+    """Storage and update of a leaf."""
 
-    Attributes:
-      path: name of the leaf, used in errors and in the random hash.
-      shape: shape of the parameter.
-      dtype: dtype of the parameter.
-      group_size: number of neighbours that share a scale.
-      slots: one plan per elementwise slot.
-      split: split of the master weight; None for f32 parameters and without master weights.
-      update_dtype: dtype of the emitted update.
-      decays: whether weight decay applies.
-      returns_params: whether the step returns new parameters instead of updates.
-      block: which elements share a value of block-wise slots; None if the rule has none.
-      blockwise: one plan per block-wise slot, whose groups are those of its flattened values.
-      matrices: axes of the matrices of a leaf that a `MatrixRule` steps.
-      rounds: whether a 16-bit weight without a split is rounded stochastically.
-      follows_gradient: whether a gradient in the parameter's dtype gets an update in that dtype.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: jnp.dtype
-    group_size: int
-    slots: tuple[SlotPlan, ...]
+    path: str  # used in errors and in the random hash
+    shape: tuple[int, ...]  # of the parameter
+    dtype: jnp.dtype  # of the parameter
+    group_size: int  # number of neighbours that share a scale
+    slots: tuple[SlotPlan, ...]  # one plan per elementwise slot
+    # split of the master weight; None for f32 parameters and without master weights
     split: MasterSplit | None
-    update_dtype: jnp.dtype
-    decays: bool = True
-    returns_params: bool = False
+    update_dtype: jnp.dtype  # of the emitted update
+    decays: bool = True  # whether weight decay applies
+    returns_params: bool = False  # whether the step returns new parameters instead of updates
+    # which elements share a value of block-wise slots; None if the rule has none
     block: Block | None = None
+    # one plan per block-wise slot, whose groups are those of its flattened values
     blockwise: tuple[SlotPlan, ...] = ()
-    matrices: Matrices | None = None
-    rounds: bool = False
+    matrices: Matrices | None = None  # axes of the matrices of a leaf that a `MatrixRule` steps
+    rounds: bool = False  # whether a 16-bit weight without a split is rounded stochastically
+    # whether a gradient in the parameter's dtype gets an update in that dtype
     follows_gradient: bool = False
 
     @property
@@ -246,25 +233,18 @@ def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit |
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LeafPlanner:
-    """Plans the leaves of an optimizer.
-
-    Attributes:
-      rule: the optimizer's arithmetic.
-      storage: how the state is stored.
-      weights: whether to update weights (learning rate, decay, split) or to return directions.
-      decay_mask: optax-style mask of weight decay.
-      slot_dtypes: dtypes of uncompressed slots, by default f32.
-      structure: which elements share a value of block-wise slots.
-      matrices: which leaves are matrices, for rules that treat these differently; the mask does
-        not apply to the other leaves.
-    """
+    """Plans the leaves of an optimizer."""
 
     rule: UpdateRule
     storage: Storage
+    # whether to update weights (learning rate, decay, split) or to return directions
     weights: bool = True
-    decay_mask: optax.MaskOrFn = None
+    decay_mask: optax.MaskOrFn = None  # optax-style mask of weight decay
+    # dtypes of uncompressed slots, by default f32
     slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    structure: BlockStructure | None = None
+    structure: BlockStructure | None = None  # which elements share a value of block-wise slots
+    # which leaves are matrices, for rules that treat these differently; the mask does not apply to
+    # the other leaves
     matrices: MatrixAxes | None = None
 
     def plans(

@@ -31,15 +31,11 @@ Measured = Mapping[str, tuple[jax.Array, Any]]  # slot name -> (stored scales, d
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Layout of a step's arrays; here of whole leaves, [..., n], with groups on the last axis.
+    """Layout of a step's arrays; here of whole leaves, [..., n], with groups on the last axis."""
 
-    Attributes:
-      group_size: number of neighbours on the last axis that share one value of the random bits R.
-      length: length of the last axis.
-    """
-
+    # number of neighbours on the last axis that share one value of the random bits R
     group_size: int
-    length: int
+    length: int  # of the last axis
 
     def to_groups(self, x: jax.Array) -> jax.Array:
         """Reshape an array to [..., groups, lanes]."""

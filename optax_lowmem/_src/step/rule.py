@@ -15,21 +15,13 @@ OF_BLOCK = "of_block"  # the operand that `prepare` returns for blocks: one valu
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A state field with one value per element of a parameter, or per block of elements.
+    """A state field with one value per element of a parameter, or per block of elements."""
 
-    Attributes:
-      name: `mu` or `nu`: the field of `Storage` that has its codec.
-      signed: whether its values may be negative.
-      blockwise: whether the elements of a `Block` share one value.
-      skips_matrices: whether leaves that are matrices do not have it.
-      compressed: whether its codec is used; else its values are f32.
-    """
-
-    name: str
-    signed: bool
-    blockwise: bool = False
-    skips_matrices: bool = False
-    compressed: bool = True
+    name: str  # `mu` or `nu`: the field of `Storage` that has its codec
+    signed: bool  # whether its values may be negative
+    blockwise: bool = False  # whether the elements of a `Block` share one value
+    skips_matrices: bool = False  # whether leaves that are matrices do not have it
+    compressed: bool = True  # whether its codec is used; else its values are f32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,23 +39,14 @@ def unsupported(shape: tuple[int, ...], group_size: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The blocks of an array, viewed as a matrix by flattening its leading axes to rows.
+    """The blocks of an array, viewed as a matrix by flattening its leading axes to rows."""
 
-    Attributes:
-      shape: shape of the array, which `unsupported` must accept.
-      group_size: number of neighbours on the last axis that share a scale.
-      elements: approximate number of elements per block.
-      least_registers: minimum number of registers along a row that are stepped together.
-      of_rows: whether there is an array of one value per row, with rows on lanes.
-      within: whether a block must not have rows of two matrices.
-    """
-
-    shape: tuple[int, ...]
-    group_size: int
-    elements: int
-    least_registers: int = 1
-    of_rows: bool = False
-    within: bool = False
+    shape: tuple[int, ...]  # shape of the array, which `unsupported` must accept
+    group_size: int  # number of neighbours on the last axis that share a scale
+    elements: int  # approximate number of elements per block
+    least_registers: int = 1  # minimum number of registers along a row that are stepped together
+    of_rows: bool = False  # whether there is an array of one value per row, with rows on lanes
+    within: bool = False  # whether a block must not have rows of two matrices
 
     @functools.cached_property
     def rows(self) -> int:

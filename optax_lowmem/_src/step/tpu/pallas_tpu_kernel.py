@@ -162,29 +162,17 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """ROWS rows of a block.
+    """ROWS rows of a block."""
 
-    Attributes:
-      kernel: the static part.
-      block: indices of the block in the grid.
-      i: index of these rows in the block, in units of ROWS.
-      h: hyperparameters.
-      key: key of the random bits R.
-      lane_seeds: C of a register's or a larger group's lanes, [1, lanes].
-      read: references to the operands, as a `Leaf`.
-      written: references to the results, as a `Result`.
-      scratch: references to scratch memory.
-    """
-
-    kernel: Kernel
-    block: tuple[jax.Array, jax.Array]
-    i: jax.Array
-    h: Arrays
-    key: Any
-    lane_seeds: Any
-    read: Any
-    written: Any
-    scratch: Scratch
+    kernel: Kernel  # the static part
+    block: tuple[jax.Array, jax.Array]  # indices of the block in the grid
+    i: jax.Array  # index of these rows in the block, in units of ROWS
+    h: Arrays  # hyperparameters
+    key: Any  # key of the random bits R
+    lane_seeds: Any  # C of a register's or a larger group's lanes, [1, lanes]
+    read: Any  # references to the operands, as a `Leaf`
+    written: Any  # references to the results, as a `Result`
+    scratch: Scratch  # references to scratch memory
 
     @property
     def rows(self) -> Any:

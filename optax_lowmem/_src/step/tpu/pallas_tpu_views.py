@@ -22,15 +22,11 @@ _MOST_ROWS = 256  # maximum period of block-wise values over the rows
 
 
 class OfBlock(NamedTuple):
-    """Block-wise values, factored into rows and columns; an element's value is their product.
+    """Block-wise values, factored into rows and columns; an element's value is their product."""
 
-    Attributes:
-      rows: one value per row, [1, rows], or None.
-      columns: one value per column, [n, 1, columns], the same for n = 1 or per matrix; or values
-        that repeat after `period` rows, [1, period, columns]; or None.
-    """
-
-    rows: Any
+    rows: Any  # one value per row, [1, rows], or None
+    # one value per column, [n, 1, columns], the same for n = 1 or per matrix; or values that repeat
+    # after `period` rows, [1, period, columns]; or None
     columns: Any
 
 
