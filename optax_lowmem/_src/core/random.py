@@ -2,7 +2,7 @@
 
 The result does not depend on sharding, device, masking or recompilation, and nothing is stored.
 Stochastic rounding combines R, a hash per group, with C, a hash per lane of it: see `uniforms`.
-The noise of `gaussws` is made from `words`.
+The noise of `gaussws` is made from `draw_words`.
 """
 
 import zlib
@@ -129,7 +129,7 @@ def counter(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
 
 
 def word_keys(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the keys for `words`, from a key of `leaf_key` or a pair of `part_keys`."""
+    """Return the keys for `draw_words`, from a key of `leaf_key` or a pair of `part_keys`."""
     return word_keys_of(*row_and_lane_keys(key))
 
 
@@ -138,10 +138,10 @@ def word_keys_of(row_key: jax.Array, lane_key: jax.Array) -> tuple[jax.Array, ja
     return row_key, mix(lane_key ^ jnp.uint32(_WORD_SALT))
 
 
-def words(
+def draw_words(
     keys: tuple[jax.Array, jax.Array], coordinates: Sequence[jax.Array], count: int
 ) -> list[jax.Array]:
-    """Return `count` random uint32 for each place; those of any two places are independent.
+    """Draw `count` random uint32 for each place; those of any two places are independent.
 
     The counters of all keys and draws are in one cycle of 2^32 numbers, where those of large leaves
     overlap: a different tweak for each key and draw hashes equal counters to different numbers.

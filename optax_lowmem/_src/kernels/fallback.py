@@ -46,12 +46,12 @@ def with_fallback(
     """
     types: list[Any] = []  # filled with one item, the types of the kernel's results
 
-    def first(*args: Any) -> Any:  # on the kernel's platform
+    def on_platform(*args: Any) -> Any:  # the kernel's
         result = on_one_device(kernel, several or plain, *args, partition=partition)
         types[:] = [jax.tree.map(jax.typeof, result)]
         return result
 
-    def second(*args: Any) -> Any:  # on all others, with results of the kernel's types
+    def elsewhere(*args: Any) -> Any:  # with results of the kernel's types
         if not types:  # called without a trace
             return plain(*args)
         leaves, treedef = jax.tree.flatten(args)
@@ -62,7 +62,7 @@ def with_fallback(
         )
         return jax.tree.unflatten(structure, result)
 
-    return jax.lax.platform_dependent(*args, default=second, **{name: first})
+    return jax.lax.platform_dependent(*args, default=elsewhere, **{name: on_platform})
 
 
 def on_one_device(

@@ -89,7 +89,7 @@ def spread(of_blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def words_of(key: jax.Array, shape: tuple[int, ...], draws: int) -> list[jax.Array]:
     """Return `draws` arrays of random words for [..., m, n], each [..., ceil(m / 8), n]."""
     places = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])
-    return random.words(random.word_keys(key), random.indices(places), draws)
+    return random.draw_words(random.word_keys(key), random.indices(places), draws)
 
 
 def packed_noise_plain(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -135,15 +135,13 @@ def sample_plain(
     2^(1 - b_t), f32, per block. `correction` is that of split master weights; `key` is of the leaf
     and step, or of a part (`random.part_keys`).
     """
-    masters = numerics.widen(w) if correction is None else _master_weight(w, correction)
+    masters = (
+        numerics.widen(w) if correction is None else split_of(correction.dtype).join(w, correction)
+    )
     scale = absmax(masters) * factor
     r = noise_of_plain(key, w.shape, noise)
     sampled = perturb(masters, scale, r)
     return cast(sampled, to, dtype), scale
-
-
-def _master_weight(w: jax.Array, correction: jax.Array) -> jax.Array:
-    return split_of(correction.dtype).join(w, correction)
 
 
 def noise_sums_plain(g: jax.Array, key: jax.Array, noise: Noise) -> jax.Array:

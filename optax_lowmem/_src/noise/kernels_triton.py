@@ -60,7 +60,7 @@ class _Place:
         # in the kernel, since outside it would be one more launch per array
         word_keys = random.word_keys_of(keys.load(0), keys.load(keys.shape[0] - 1))
         indices = [*reversed(coordinates), *places]
-        return noise.prepared(random.words(word_keys, indices, noise.draws))
+        return noise.prepared(random.draw_words(word_keys, indices, noise.draws))
 
     def _part(self, x: Operand, rows: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
         """Return the indices of rows of the strip, and a mask of those in bounds; None: all."""

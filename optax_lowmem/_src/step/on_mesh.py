@@ -201,14 +201,14 @@ class StepPartition(Partition):
         """Return the rule: arrays of a leaf have one sharding, and groups stay whole."""
         factors = [_Factors(f"leaf{i}_", plan) for i, plan in enumerate(self._plans)]
         owner = {j: i for i, owners in enumerate(self._owners) for j in owners}
-        whole: list[str] = []
+        uncut: list[str] = []
         mappings = []
         for j, shape in enumerate(self._shapes):
             if j in owner and len(shape) == len(self._plans[owner[j]].shape):
-                mappings.append(factors[owner[j]].of(shape, whole))
+                mappings.append(factors[owner[j]].of(shape, uncut))
             else:
                 names = [f"operand{j}_{d}" for d in range(len(shape))]
-                whole += names
+                uncut += names
                 mappings.append(ArrayMapping(*names))
         sizes: dict[str, Any] = {}
         for own in factors:
@@ -217,7 +217,7 @@ class StepPartition(Partition):
         return SdyShardingRule(
             tuple(mappings),
             tuple(mappings[j] for j in self._likes),
-            need_replication_factors=tuple(dict.fromkeys(whole)),
+            need_replication_factors=tuple(dict.fromkeys(uncut)),
             **{name: size for name, size in sizes.items() if name not in alone},
         )
 
@@ -263,25 +263,25 @@ class _Factors:
         size = plan.group_size if plan.in_groups else 1
         self.groups = group_count(last, size) if last % size == 0 else 1
 
-    def of(self, shape: tuple[int, ...], whole: list[str]) -> ArrayMapping:
-        """Return the names of an array's dimensions, adding those that are not cut to `whole`."""
+    def of(self, shape: tuple[int, ...], uncut: list[str]) -> ArrayMapping:
+        """Return the names of an array's dimensions, adding those that are not cut to `uncut`."""
         dims: list[Any] = []
         for d, size in enumerate(shape[:-1]):
-            dims.append(self.rest[d] if size == self.shape[d] else self._whole(d, size, whole))
+            dims.append(self.rest[d] if size == self.shape[d] else self._uncut(d, size, uncut))
         last, groups = shape[-1], f"{self.prefix}groups"
         inner = last // self.groups
         if self.groups == 1 or last % self.groups:
-            dims.append(self._whole(len(shape) - 1, last, whole))
+            dims.append(self._uncut(len(shape) - 1, last, uncut))
         elif inner == 1:
             dims.append(groups)
         else:
             name = f"{self.prefix}lanes{inner}"
             self.sizes |= {name: inner, groups: self.groups}
-            whole.append(name)
+            uncut.append(name)
             dims.append(CompoundFactor(groups, name))
         return ArrayMapping(*dims)
 
-    def _whole(self, d: int, size: int, whole: list[str]) -> str:
-        """Name a dimension that is not cut, and add the name to `whole`."""
-        whole.append(f"{self.prefix}{d}_of{size}")
-        return whole[-1]
+    def _uncut(self, d: int, size: int, uncut: list[str]) -> str:
+        """Name a dimension that is not cut, and add the name to `uncut`."""
+        uncut.append(f"{self.prefix}{d}_of{size}")
+        return uncut[-1]

@@ -53,7 +53,7 @@ class Registers(reference.Layout):
         several = codec.codes_per_byte
         if several == 1:
             return stored
-        lane = lanes.bytes_of_lane(self.place % several, several)
+        lane = lanes.lane_of_byte(self.place % several, several)
         return codec.of_bytes(lanes.gather(stored.astype(jnp.int32), lane))
 
     def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
@@ -241,7 +241,7 @@ class Rows:
         rows = self.row_seeds
         if rows is None:
             return None
-        first = layout.place % self.kernel.blocks.of_group * LANES
+        first = layout.place % self.kernel.blocks.registers_per_group * LANES
         return layout.to_elements(rows), self.lane_seeds[:, first : first + LANES]
 
     def advance(self) -> None:
@@ -269,7 +269,7 @@ class Rows:
                     spans[name].append(codec.spans(values[name]))
             for name, parts in spans.items():
                 for ref, alike in zip(scratch.ends[name], zip(*parts, strict=True), strict=True):
-                    of_two, several = alike[0].of_two, kernel.blocks.of_group
+                    of_two, several = alike[0].of_two, kernel.blocks.registers_per_group
                     of_registers = [span.values for span in alike]
                     groups = [
                         functools.reduce(of_two, of_registers[k : k + several])
@@ -287,7 +287,7 @@ class Rows:
         for i, (name, codec) in enumerate(kernel.codecs.items()):
             ends = []
             for ref, span in zip(self.scratch.ends[name], codec.spans(something), strict=True):
-                missing = blocks.lanes_of_group // blocks.parts - ref.shape[0]
+                missing = blocks.lanes_per_group // blocks.parts - ref.shape[0]
                 parts = [*(ref[j] for j in range(ref.shape[0])), *([None] * missing)]
                 ends.append(blocks.in_order(lanes.tree(parts, span.of_two, blocks.parts)))
             stored, divisor = codec.scaled(tuple(ends))
