@@ -71,7 +71,6 @@ class Columns:
 
     @property
     def tiles(self) -> int:
-        """Number of tiles."""
         return self.outer * self.parts * self.across
 
     @property
@@ -111,7 +110,6 @@ class Sides:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the array."""
         return self.matrices, self.of_rows * self.rows + self.of_columns * self.columns
 
     @property
@@ -133,7 +131,6 @@ class Sides:
 
     @property
     def result(self) -> tuple[int, int]:
-        """The shape of the sums that this launch writes."""
         return self.left.shape
 
     @property
@@ -143,12 +140,10 @@ class Sides:
 
     @property
     def tiles_of_rows(self) -> int:
-        """Number of tiles for the rows of a matrix."""
         return self.left.of_rows * self.across[0]
 
     @property
     def tiles(self) -> int:
-        """Number of tiles of a matrix."""
         return self.tiles_of_rows + self.left.of_columns * self.across[1]
 
 

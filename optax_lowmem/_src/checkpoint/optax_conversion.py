@@ -179,7 +179,9 @@ class _Converter:
 
         def leaf(like: jax.Array | jax.ShapeDtypeStruct, x: jax.Array) -> Any:
             if jnp.shape(like) != jnp.shape(x):
-                here, there = map(_kinds_of_leaves, (ours, theirs))
+                here, there = (
+                    ", ".join(map(kinds, jax.tree.leaves(tree)[:4])) for tree in (ours, theirs)
+                )
                 raise ValueError(f"{where}: {here} here, but {there} in optax.")
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 return x
@@ -393,10 +395,6 @@ def kinds(state: optax.OptState) -> str:
     if hasattr(state, "shape"):
         return f"{state.dtype}{list(state.shape)}"
     return type(state).__name__
-
-
-def _kinds_of_leaves(tree: object) -> str:
-    return ", ".join(kinds(leaf) for leaf in jax.tree.leaves(tree)[:4])
 
 
 def _mismatch(ours: optax.OptState, theirs: optax.OptState, where: str) -> ValueError:

@@ -129,7 +129,6 @@ class Tiling:
 
     @functools.cached_property
     def groups(self) -> int:
-        """Number of groups in the array."""
         return math.prod(scale_shape(self.shape, self.group_size))
 
     @functools.cached_property

@@ -260,17 +260,14 @@ def keep_dtypes(old: Tree, new: Tree, given: optax.Updates | None = None) -> Tre
     before: Any = jax.tree.structure(old)
     if before != jax.tree.structure(new):
         return new
-    if given is not None and not any(map(_is_narrow, jax.tree.leaves(given))):
+    leaves = jax.tree.leaves(given)
+    if given is not None and not any(numerics.is_narrow(jnp.result_type(x)) for x in leaves):
         return new
 
     def kept(a: jax.Array, b: jax.Array) -> jax.Array:
         return b if jnp.result_type(a) == jnp.result_type(b) else b.astype(a.dtype)
 
     return jax.tree.map(kept, old, new)
-
-
-def _is_narrow(leaf: object) -> bool:
-    return hasattr(leaf, "dtype") and numerics.is_narrow(leaf.dtype)
 
 
 def states_with(

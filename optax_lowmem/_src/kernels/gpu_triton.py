@@ -60,7 +60,6 @@ class _Traced(Operand):
     def load(
         self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
     ) -> jax.Array:
-        """Load elements."""
         at = self._offsets(index)
         masks = [] if mask is None else [jnp.broadcast_to(mask, at.shape)]
         return _load.bind(
@@ -69,7 +68,6 @@ class _Traced(Operand):
         )  # fmt: skip
 
     def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
-        """Store elements."""
         at = self._offsets(index)
         if values.dtype != self.dtype:
             raise TypeError(f"a kernel stores {values.dtype} in an array of {self.dtype}")

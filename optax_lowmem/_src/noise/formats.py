@@ -92,6 +92,5 @@ FORMATS: dict[str, Format] = WIDE | {one.name: one for one in _SCALED}
 
 
 def format_of(name: str) -> Format:
-    """Return a format by name."""
     check_choice("format", name, FORMATS)
     return FORMATS[name]

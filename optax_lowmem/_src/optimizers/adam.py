@@ -58,7 +58,6 @@ class AdamRule(UpdateRule):
         return h["b2"] * slots["nu"] + h["one_minus_b2"] * (g * g)
 
     def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
-        """Return the direction and the new moments."""
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         nu = self.second_moment(g, slots, h)
         numerator = h["mu_bias_correction"] * mu + h["g_scale"] * g if self.nesterov else mu

@@ -49,7 +49,6 @@ class AdamMiniRule(AdamRule):
         return {OF_BLOCK: numerics.quotient(one, self.denominator(nu, h))}, {"nu": nu}
 
     def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
-        """Return the direction and the new m."""
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         return mu * h[OF_BLOCK], {"mu": mu}
 

@@ -38,7 +38,6 @@ class FactoredRule(AdamMiniRule):
         return {OF_BLOCK: nu}, {"nu": nu}
 
     def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
-        """Return the direction and the new m."""
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         return numerics.quotient(mu, self.denominator(h[OF_BLOCK], h)), {"mu": mu}
 

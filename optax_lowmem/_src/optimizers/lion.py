@@ -52,7 +52,6 @@ class LionRule(UpdateRule):
         return jnp.sign(x) if self.mode == "hard" else jnp.clip(x, -1, 1)
 
     def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
-        """Return the direction and the new momentum."""
         mu = slots["mu"]
         interpolated = h["b1"] * mu + h["one_minus_b1"] * g
         return self._direction(interpolated), {"mu": h["b2"] * mu + h["one_minus_b2"] * g}

@@ -46,7 +46,6 @@ class MomentumRule(UpdateRule):
     state_type = FlashSgdState
 
     def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
-        """Return the direction and the new momentum."""
         mu = h["momentum"] * slots["mu"] + h.get("share", 1) * g
         return (g + h["momentum"] * mu if self.nesterov else mu), {"mu": mu}
 
@@ -71,7 +70,6 @@ class GradientRule(UpdateRule):
     state_type = PlainSgdState
 
     def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
-        """Return the gradient, and no slots."""
         del slots, h
         return g, {}
 

@@ -184,7 +184,6 @@ class _Stages:
     has_aux: bool
 
     def program(self) -> Program:
-        """Return the program."""
         scans, eqns = self.flow.stacks, self.flow.eqns
         stages: dict[str, LayerFunction] = {}
         for begin, end in itertools.pairwise(self.cuts):

@@ -50,7 +50,6 @@ class Engine(StateFormat, LeafPlanner):
     schedules: Mapping[str, Callable[[jax.Array], Any]] = dataclasses.field(default_factory=dict)
 
     def transformation(self) -> "EngineTransformation":
-        """Return the optax transformation."""
         return EngineTransformation(self.init, self.update)
 
     def init(self, params: optax.Params) -> Any:
@@ -100,7 +99,12 @@ class Engine(StateFormat, LeafPlanner):
         trees.check_state(state, self.rule.state_type)
         streams = any(map(host.is_on_host, jax.tree.leaves(state)))
         if streams:
-            _check_streams(state)
+            if not is_eager(jax.tree.leaves(state)):
+                raise ValueError(
+                    "this state is in host memory, and a jitted step would copy all of it to the "
+                    "device at once: call lowmem.step outside of jit, which streams it parameter "
+                    "by parameter, or release.train_step(offload=True) layer by layer."
+                )
             state = state._replace(**host.brought({"count": state.count, "seed": state.seed}))
         h = self.hyperparameters(state.count) if h is None else h
         if gradient_scale is not None:
@@ -233,16 +237,6 @@ def _step_streamed(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         stepped.append((updates, *slots))
     updates, states, blockwise = ([x for (x,) in column] for column in zip(*stepped, strict=True))
     return updates, states, blockwise
-
-
-def _check_streams(state: optax.OptState) -> None:
-    """Raise if a state in host memory is stepped inside of jit."""
-    if not is_eager(jax.tree.leaves(state)):
-        raise ValueError(
-            "this state is in host memory, and a jitted step would copy all of it to the device at "
-            "once: call lowmem.step outside of jit, which streams it parameter by parameter, or "
-            "release.train_step(offload=True) layer by layer."
-        )
 
 
 def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:

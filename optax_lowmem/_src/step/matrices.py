@@ -56,7 +56,8 @@ def step_leaves(rule: MatrixRule, batch: LeafBatch) -> Stepped:
         varying.check_whole(plan.path, arrays, "a direction of whole matrices")
     results: dict[int, tuple[Result, LeafState]] = {}
     done: Any = ()
-    for indices in stacks(batch.plans, _devices(batch.gradients)):
+    mesh = _mesh(batch.gradients[0]) if batch.gradients else None
+    for indices in stacks(batch.plans, 1 if mesh is None else mesh.size):
         stack = batch.take(indices).with_keys_in_order()
         if done:
             arrays = varying.after(
@@ -94,11 +95,9 @@ def _after(h: Arrays, done: jax.Array) -> Arrays:
 
 
 def stacks(plans: Sequence[LeafPlan], devices: int = 1) -> Iterator[list[int]]:
-    """Yield the indices of the leaves in each stack, whose matrices have equal shapes.
+    """Yield the indices of the leaves in each stack, which so many devices share.
 
-    Args:
-      plans: the plans of all leaves.
-      devices: number of devices that share a stack.
+    The matrices of a stack have equal shapes.
     """
     kinds: dict[tuple[int, ...], list[int]] = {}
     for i, plan in enumerate(plans):
@@ -125,7 +124,6 @@ def _temporary_elements(rows: int, columns: int) -> int:
 
 
 def _step_stack(rule: MatrixRule, stack: LeafBatch) -> Stepped:
-    """Step one stack."""
     blockwise = stack.blockwise
     stack = dataclasses.replace(stack, blockwise=[], blockwise_keys=None)
     h, dtype = stack.hyperparameters, jnp.dtype(rule.dtype)
@@ -234,11 +232,6 @@ def _mesh(x: jax.Array) -> Mesh | AbstractMesh | None:
     """Return the mesh in an array's type if it has several devices; None in a shard_map."""
     mesh: AbstractMesh = jax.typeof(x).sharding.mesh
     return None if mesh.empty or mesh.size == 1 or mesh.manual_axes else mesh
-
-
-def _devices(gradients: Sequence[jax.Array]) -> int:
-    mesh = _mesh(gradients[0]) if gradients else None
-    return 1 if mesh is None else mesh.size
 
 
 def _on_devices(rule: MatrixRule, stack: jax.Array, h: Arrays) -> jax.Array:

@@ -49,7 +49,11 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
                 plan.path, arrays, "a mean over each of its blocks, rows or columns"
             )
     shardings = [
-        (_operand_shardings(block, s.slots[0]), jax.tree.map(sharding_of, (s.slots, s.scales)))
+        (
+            # of `Block.operands`: v's sharding if there is one part, else XLA's choice
+            sharding_of(s.slots[0]) if len(block.parts) == 1 else (None,) * len(block.parts),
+            jax.tree.map(sharding_of, (s.slots, s.scales)),
+        )
         for block, s in zip(blocks, batch.blockwise, strict=True)
     ]
     keys = batch.blockwise_keys
@@ -60,11 +64,6 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
     result = left_to_xla(work, shardings, *operands)
     of_blocks: list[Mapping[str, Any]] = [{OF_BLOCK: of_block} for of_block, _ in result]
     return dataclasses.replace(batch, operands=of_blocks), [LeafState(*new) for _, new in result]
-
-
-def _operand_shardings(block: Block, v: jax.Array) -> Any:
-    """Return the shardings of `Block.operands`: v's if there is one part, else XLA's choice."""
-    return sharding_of(v) if len(block.parts) == 1 else (None,) * len(block.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +81,6 @@ class _BlockRule(UpdateRule):
 
     @property
     def state_type(self) -> Any:
-        """The state type of the rule."""
         return self.rule.state_type
 
     def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:

@@ -58,11 +58,9 @@ class TileLayout(Layout):
     """Layout of a kernel's tile, [groups, lanes]: each row is one group."""
 
     def to_groups(self, x: jax.Array) -> jax.Array:
-        """Return the tile."""
         return x
 
     def to_elements(self, of_groups: Any) -> Any:
-        """Broadcast values per group to their elements."""
         return jax.tree.map(lambda x: x[..., None], of_groups)
 
 

@@ -113,7 +113,6 @@ class _Unpacked(reference.Layout):
     """The layout of a whole leaf, but with codes that are not yet packed in bytes."""
 
     def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
-        """Return the codes."""
         return codes
 
 
