@@ -1,6 +1,6 @@
 """Backend-independent parts of the kernels: operands, results and aliases, step of a tile."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
 
 
-class AnyHyperparameters(Arrays):
+class AnyHyperparameters(Mapping[str, jax.Array]):
     """A mapping that contains every name, so that a traced step includes all its branches."""
 
     def __getitem__(self, name: str) -> jax.Array:
