@@ -20,10 +20,7 @@ _NO_SPLIT = "none: no optimizer splits this leaf, so steps under half an ulp of 
 class Explanation:
     """How an optimizer stores and steps a tree of parameters.
 
-    Attributes:
-      decisions: one for each slot of each leaf.
-      steps: for each leaf, the implementation of its step on this machine.
-      warnings: misuses, each with advice.
+    `steps` are the implementations on this machine; `warnings` are misuses, each with advice.
     """
 
     decisions: tuple[context.Decision, ...]
