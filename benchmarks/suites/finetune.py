@@ -193,13 +193,13 @@ def table(rows: Rows) -> Table:
         base = impl.replace(OURS, BASE)  # at the same rate
         plain, ours = losses(found.get(base, found.get(BASE, {}))), losses(of)
         pairs = [loss - plain[seed] for seed, loss in ours.items() if seed in plain]
-        peaks = of.get("peak_bytes", {}).values()
-        speeds = [row["value"] for row in of["tokens_per_s"].values()]
+        speeds, peaks = ([row["value"] for row in of.get(metric, {}).values()]
+                         for metric in ("tokens_per_s", "peak_bytes"))  # fmt: skip
         body.append([
             label(impl), str(len(ours)), spread(ours.values()),
             spread(pairs, "{:+.4f}") if pairs and base != impl else "",
-            f"{statistics.median(speeds):,.0f}",
-            f"{max(row['value'] for row in peaks) / GIB:.1f}" if peaks else "",
+            f"{statistics.median(speeds):,.0f}" if speeds else "",
+            f"{max(peaks) / GIB:.1f}" if peaks else "",
         ])  # fmt: skip
         used += [row for one in of.values() for row in one.values()]
     return head, body, used
