@@ -190,14 +190,14 @@ def table(rows: Rows) -> Table:
             "peak, GiB"]  # fmt: skip
     body, used, found = [], [], by_impl(rows)
     for impl, of in found.items():
-        base = impl.replace(OURS, BASE)  # at the same rate
-        plain, ours = losses(found.get(base, found.get(BASE, {}))), losses(of)
+        base = impl.replace(OURS, BASE) if impl.startswith(OURS) else BASE  # at the same rate
+        plain, ours = losses(found.get(base, {})), losses(of)
         pairs = [loss - plain[seed] for seed, loss in ours.items() if seed in plain]
         speeds, peaks = ([row["value"] for row in of.get(metric, {}).values()]
                          for metric in ("tokens_per_s", "peak_bytes"))  # fmt: skip
         body.append([
             label(impl), str(len(ours)), spread(ours.values()),
-            spread(pairs, "{:+.4f}") if pairs and base != impl else "",
+            spread(pairs, "{:+.4f}") if pairs and BASE not in impl else "",
             f"{statistics.median(speeds):,.0f}" if speeds else "",
             f"{max(peaks) / GIB:.1f}" if peaks else "",
         ])  # fmt: skip
@@ -217,7 +217,8 @@ def texts(rows: Rows) -> Table:
             body.append([label(impl), after])
             used.append(first)
     prompt = used[0]["prompt"] if used else PROMPT
-    return ["", f'"{prompt}"'], [[name, f"`{text}`"] for name, text in body], used
+    body = [[name, f"`{text}`".replace("|", "\\|")] for name, text in body]
+    return ["", f'"{prompt}"'], body, used
 
 
 def draw() -> Any:

@@ -307,7 +307,7 @@ def test_suite(finetune, folder, trained, tmp_path, monkeypatch):
         args = finetune.parse_arguments(command[2:])
         texts = [finetune.Texts(folder).read(file) for file in (args.data, args.validation)]
         ran.append((args.optimizer, args.lora is None, args.seed, *map(len, texts)))
-        answers = [{"step": step, "answer": f"{step}\n{args.optimizer}"} for step in (0, 12)]
+        answers = [{"step": step, "answer": f"{step}|\n{args.optimizer}"} for step in (0, 12)]
         rows = [*log_of(trained()[0]), *answers]
         (args.out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return subprocess.CompletedProcess(command, 0)
@@ -323,18 +323,20 @@ def test_suite(finetune, folder, trained, tmp_path, monkeypatch):
     assert [loss for _, loss in plain["curve"]] == losses(trained()[0], "validation_loss")
     rows += [plain | {"value": 1.0}, ours | {"value": 1.25}]
     rows += [plain | {"seed": 1, "value": 2.0}, ours | {"seed": 1, "value": 2.75}]
+    rows += [ours | {"impl": suite.LORA, "value": 1.25}]
     rows += [plain | {"impl": f"{suite.BASE} lr=0.1", "value": 3.0}]
     rows += [ours | {"impl": f"{suite.OURS} lr=0.1", "value": 2.5}]
     _, body, _ = suite.table(records.newest(rows))
-    assert [line[1:4] for line in body if "LoRA" not in line[0]] == [
+    assert [line[1:4] for line in body] == [
         ["2", "1.5000 ± 0.7071", ""],
         ["2", "2.0000 ± 1.0607", "+0.5000 ± 0.3536"],
+        ["1", "1.2500", "+0.2500"],
         ["1", "2.5000", "-0.5000"],
         ["1", "3.0000", ""],
     ]
     _, body, _ = suite.texts(rows)
     assert [text for _, text in body] == [
-        "`0 optax.adamw`", "`12 optax.adamw`", "`12 flash_adamw`", "`12 flash_adamw`"
+        r"`0\| optax.adamw`", r"`12\| optax.adamw`", r"`12\| flash_adamw`", r"`12\| flash_adamw`"
     ]  # fmt: skip
     monkeypatch.setattr(records, "all_records", lambda: rows)
     assert "in bf16 ends at 2.0000, in f32 at 1.5000" in suite.draw().get_suptitle()
