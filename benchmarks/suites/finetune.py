@@ -37,7 +37,7 @@ RUNS = {
 NAMES = {
     BASE: "`optax.adamw`, f32",
     OURS: "`flash_adamw`, bf16",
-    LORA: "LoRA of all matrices, rank 16, `flash_adamw`",
+    LORA: "LoRA, rank 16",
 }
 PACKAGES = ("jax", "networkx", "numpy", "scipy", "sklearn", "torch")
 HELD_OUT = 50  # one of so many docstrings
@@ -211,7 +211,7 @@ def texts(rows: Rows) -> Table:
     for impl, of in by_impl(rows).items():
         first = of["val_loss"].get(0)
         if first and impl in RUNS:
-            before, after = (textwrap.shorten(text, 110, placeholder=" ...")
+            before, after = (textwrap.shorten(text, 90, placeholder=" ...")
                              for text in first["answers"])  # fmt: skip
             body += [] if body else [["before", before]]
             body.append([label(impl), after])
@@ -219,6 +219,13 @@ def texts(rows: Rows) -> Table:
     prompt = used[0]["prompt"] if used else PROMPT
     body = [[name, f"`{text}`".replace("|", "\\|")] for name, text in body]
     return ["", f'"{prompt}"'], body, used
+
+
+def packages(rows: Rows) -> Table:
+    """Whose docstrings the runs of a table have."""
+    used = [row for of in by_impl(rows).values() for row in of["val_loss"].values()][-1:]
+    counts = used[0]["docstrings"] if used else {}
+    return ["package", "docstrings"], [[name, f"{n:,}"] for name, n in counts.items()], used
 
 
 def draw() -> Any:
@@ -258,5 +265,6 @@ def draw() -> Any:
 FIGURES = {"finetune": draw}
 TABLES = {
     "finetune": Rendered(table, "finetune --model smollm2"),
+    "finetune_packages": Rendered(packages, "finetune --model smollm2"),
     "finetune_texts": Rendered(texts, "finetune --model smollm2"),
 }
