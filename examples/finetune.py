@@ -451,7 +451,7 @@ def main(arguments: list[str] | None = None) -> Run:
             raise
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
         told = advice(args, limit) if args.optimizer in lowmem.OPTIMIZERS else str(error)
-        print(f"out of memory.\n{told}", file=sys.stderr)
+        print(f"out of memory: {str(error).splitlines()[0]}\n{told}", file=sys.stderr)
         raise SystemExit(OUT_OF_MEMORY) from None
     if run.step == args.steps:
         generate(run, texts, console)

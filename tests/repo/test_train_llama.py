@@ -214,7 +214,10 @@ def test_out_of_memory(llama, tmp_path, monkeypatch, capsys):
         llama.script.main(flags.split())
     assert stopped.value.code == 3
     told = "optax.adamw: out of memory: needs 59.8 GiB of state beside 29.9 GiB of weights (12.00 "
-    assert capsys.readouterr().err.startswith(told)
+    said = capsys.readouterr().err
+    assert said.startswith(told) and said.endswith(
+        "\nRESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.\n"
+    )
     value = {r["metric"]: r["value"] for r in map(json.loads, records.read_text().splitlines())}
     assert (value["device_bytes"], value["fits"]) == (12 * 8_030_261_248 + 8, 0)
     monkeypatch.setitem(program.__dict__, "start", functools.partial(exhausted, "INTERNAL: a bug"))
