@@ -313,6 +313,7 @@ def prepare(args: argparse.Namespace, texts: Texts) -> Run:
     lora = Lora(tuple(args.lora.split(",")), args.rank, args.alpha) if args.lora else None
     schedule = make_schedule(args, steps)
     program = make_program(args.model, settings, schedule, args.weight_decay, lora, args.freeze)
+    program.compile(program.batch(rows[batch_rows(len(rows), args.batch, args.seed, first)]))
     trained, frozen, state = program.start()
     if first:
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), trained)
