@@ -208,6 +208,18 @@ def test_iterating_on_the_gram_matrix(preset, shape, condition):
     assert largest["ours"] <= 2 * largest["plain"]
 
 
+def test_polar_express_equioscillates():
+    """As Section 4.2 of arXiv 2505.16932 demands, where Appendix G cushions the lower bound."""
+    low, high = 1e-3, 1.0
+    for a, b, c in PRESETS["polar_express"]:
+        p = np.polynomial.Polynomial([0, a * 1.01, 0, b * 1.01**3, 0, c * 1.01**5])
+        peak, dip = sorted(x for x in p.deriv().roots() if x > 0)
+        start = max(low, 0.02407327424182761 * high)
+        found, wanted = (p(start), p(peak), p(low)), (p(dip), p(high), 2 - p(high))
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerances.POLYNOMIAL)
+        low, high = p(low), 2 - p(low)
+
+
 def test_a_long_matrix_is_multiplied_once():
     x = jax.ShapeDtypeStruct((2, 32, 128), jnp.float32)
     for iterations, times in ((STANDARD,) * 5, 1), ((STANDARD,) * 6, 2):
