@@ -102,11 +102,7 @@ class _Buffered:
         return AccumulationState(micro_step, count, seed, buffer, self.inner.init(params))
 
     def update(
-        self,
-        updates: optax.Updates,
-        state: AccumulationState,
-        params: optax.Params | None = None,
-        **extra: Any,
+        self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, AccumulationState]:
         trees.check_state(state, AccumulationState)
         trees.match("gradient", updates, state.accumulated)
@@ -153,11 +149,7 @@ class _Direct:
         return AccumulationState(micro_step, count, seed, None, inner)
 
     def update(
-        self,
-        updates: optax.Updates,
-        state: AccumulationState,
-        params: optax.Params | None = None,
-        **extra: Any,
+        self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, AccumulationState]:
         del extra
         trees.check_state(state, AccumulationState)
@@ -313,14 +305,10 @@ def _means(gradients: optax.Updates, means: Tree, every: int) -> Any:
 
 
 def _rounded(means: Tree, seed: jax.Array, count: jax.Array) -> Tree:
-    leaves = [
-        round_stochastically(mean, random.leaf_key(seed, count, path))
-        for path, mean in trees.named_leaves(means)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(means), leaves)
-
-
-def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
     """Round f32 values to bf16, up or down with probabilities that preserve the mean."""
-    bits = numerics.to_bits(random.round_bits(x, key, 16)) >> 16
-    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+    leaves = []
+    for path, mean in trees.named_leaves(means):
+        bits = random.round_bits(mean, random.leaf_key(seed, count, path), 16)
+        upper = (numerics.to_bits(bits) >> 16).astype(jnp.uint16)
+        leaves.append(lax.bitcast_convert_type(upper, jnp.bfloat16))
+    return jax.tree.unflatten(jax.tree.structure(means), leaves)

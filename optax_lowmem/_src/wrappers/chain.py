@@ -60,12 +60,7 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
                 )
         return linked.init(params)
 
-    def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return _run_links(transformations, updates, state, params, _update, extra)
 
     update.links = transformations  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from optax_lowmem._src.codecs import GroupCodec, StoredSlot, encode_array, group
 from optax_lowmem._src.core import array_metadata, context, numerics, random, trees
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.compiled import compiled, each, is_free
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
 from optax_lowmem._src.core.sharding import (
     filled_like,
@@ -27,7 +28,7 @@ from optax_lowmem._src.core.sharding import (
 )
 from optax_lowmem._src.step.masters import splits_masters
 from optax_lowmem._src.step.plan import ELEMENTWISE_FOUR_BITS, decide_slot, describe_block
-from optax_lowmem._src.step.storage import codec_of
+from optax_lowmem._src.step.storage import NEAREST_OR_NOT, check_group_size, codec_of
 from optax_lowmem._src.wrappers.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 
 Select = Callable[[str, SlotFacts], GroupCodec | str | None]
@@ -155,6 +156,14 @@ class Compressor:
     seed: int
     policy: Policy
     update_dtype: str
+
+    def __post_init__(self) -> None:
+        check_group_size(self.group_size)
+        check_choice("rounding", self.rounding, NEAREST_OR_NOT)
+        check_choice("update_dtype", self.update_dtype, ("gradient", "float32"))
+
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     # ---- slots of the inner state ------------------------------------------------------------
 
@@ -393,7 +402,13 @@ class Compressor:
         else:
             started, blocks = self._start(trees.widened(trees.with_values(params)))
             inner, scales = self._encode(started, params, seed, count, blocks=blocks)
-        paths = self._in_four_bits(inner, scales)
+        paths = [  # of the leaves whose second moment is stored in 4-bit codes
+            path
+            for slot in self._slots(inner)
+            if slot.facts.moment == 2 and slot.codec.codes_per_byte > 1
+            for path, scale in trees.named_leaves(scales[slot.scales])
+            if scale.ndim
+        ]
         if paths and not context.is_recording():
             others = f" and {len(paths) - 1} more" if paths[1:] else ""
             message = ELEMENTWISE_FOUR_BITS.format(f"leaf '{paths[0]}'{others}")
@@ -442,21 +457,16 @@ class Compressor:
         The constants are those of `small`, the state of one-element parameters.
         """
         weights, masked, rows = dict(trees.named_leaves(params)), self._masked(params), []
-        slots, constants = (
-            self._slots(abstract),
-            jax.tree.leaves([slot.tree for slot in self._slots(small)]),
-        )
+        slots = self._slots(abstract)
+        constants = jax.tree.leaves([slot.tree for slot in self._slots(small)])
         leaves = [(slot, *row) for slot in slots for row in trees.named_leaves(slot.tree)]
         for (slot, path, leaf), one in zip(leaves, constants, strict=True):
             weight = weights[path]
             compressed = self._decide(slot, path, leaf, jnp.shape(weight), path in masked)
             rows.append((slot.codec if compressed else None, one, leaf.dtype, weight))
-        spread = (
-            compiled(_encoded_constants)
-            if is_free([row[-1] for row in rows])
-            else _encoded_constants
-        )
-        inner, scales = self._stored(small, slots, spread(rows, self.group_size))
+        free = is_free([row[-1] for row in rows])
+        encoded = compiled(_encoded_constants) if free else _encoded_constants
+        inner, scales = self._stored(small, slots, encoded(rows, self.group_size))
         others = jax.tree.leaves(self._without_slots(abstract))
         if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in others):
             # these may depend on the weights
@@ -465,22 +475,8 @@ class Compressor:
             inner = self._with_slots(start(trees.with_values(params)), codes)
         return inner, scales
 
-    def _in_four_bits(self, state: optax.OptState, scales: Mapping[str, Any]) -> list[str]:
-        """Return the paths of the leaves whose second moment is stored in 4-bit codes."""
-        return [
-            path
-            for slot in self._slots(state)
-            if slot.facts.moment == 2 and slot.codec.codes_per_byte > 1
-            for path, scale in trees.named_leaves(scales[slot.scales])
-            if scale.ndim
-        ]
-
     def update(
-        self,
-        updates: optax.Updates,
-        state: CompressedState,
-        params: optax.Params | None = None,
-        **extra: Any,
+        self, updates: Any, state: CompressedState, params: Any = None, **extra: Any
     ) -> tuple[Any, CompressedState]:
         """Decode the slots, run the inner update on f32 gradients, encode the slots again."""
         trees.check_state(state, CompressedState)

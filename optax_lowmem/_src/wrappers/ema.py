@@ -44,11 +44,7 @@ class _Tracker:
         return MasterEmaState(jnp.zeros((), jnp.int32), seed, ema, correction, inner)
 
     def update(
-        self,
-        updates: optax.Updates,
-        state: MasterEmaState,
-        params: optax.Params | None = None,
-        **extra: Any,
+        self, updates: Any, state: MasterEmaState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, MasterEmaState]:
         if params is None:
             raise ValueError(trees.NO_PARAMS_MSG)

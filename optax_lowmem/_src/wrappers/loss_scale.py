@@ -12,33 +12,24 @@ from optax_lowmem._src.core.hyperparameters import check_range
 from optax_lowmem._src.core.varying import mean_of_leaf
 
 
-def _unscaled(leaves: list[jax.Array], scale: float) -> list[tuple[jax.Array, jax.Array]]:
-    """Return (whether it is finite, the unscaled gradient) for each gradient."""
-    finite = [mean_of_leaf(jnp.isfinite(g).astype(jnp.float32)) == 1 for g in leaves]
-    # gradients that overflowed become 0, so that they do not affect a norm over the tree
-    return [
-        (ok, jnp.where(ok, numerics.widen_float(g) * (1 / scale), 0))
-        for g, ok in zip(leaves, finite, strict=True)
-    ]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Unscaler:
     inner: optax.GradientTransformationExtraArgs
     scale: float
 
     def update(
-        self,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra: Any,
+        self, updates: Any, state: optax.OptState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, optax.OptState]:
-        treedef: Any = jax.tree.structure(updates)
-        result = _unscaled(jax.tree.leaves(updates), self.scale)
-        finite = [ok for ok, _ in result]
-        gradients = treedef.unflatten([g for _, g in result])
-        steps, after = self.inner.update(gradients, state, params, **extra)
+        leaves, treedef = jax.tree.flatten(updates)
+        finite = [mean_of_leaf(jnp.isfinite(g).astype(jnp.float32)) == 1 for g in leaves]
+        # gradients that overflowed become 0, so that they do not affect a norm over the tree
+        gradients = [
+            jnp.where(ok, numerics.widen_float(g) * (1 / self.scale), 0)
+            for g, ok in zip(leaves, finite, strict=True)
+        ]
+        steps, after = self.inner.update(
+            jax.tree.unflatten(treedef, gradients), state, params, **extra
+        )
         steps_def: Any = jax.tree.structure(steps)
         after_def: Any = jax.tree.structure(after)
         selected = [

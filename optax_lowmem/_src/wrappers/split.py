@@ -61,11 +61,7 @@ class _Splitter:
         return SplitState(jnp.zeros((), jnp.int32), seed, correction, inner)
 
     def update(
-        self,
-        updates: optax.Updates,
-        state: SplitState,
-        params: optax.Params | None = None,
-        **extra: Any,
+        self, updates: Any, state: SplitState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, SplitState]:
         """Update the masters; return updates that reach the new 16-bit weights exactly."""
         if params is None:
