@@ -1,5 +1,6 @@
 """Leaves, their paths and checks; every error names the leaf and the remedy."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -318,6 +319,11 @@ def _has_states(node: object, slot: str) -> bool:
         return is_state(inner, slot) and bool(inner._fields)
 
     return holds(node, filled)
+
+
+def nbytes(tree: object) -> int:
+    """Return the bytes of a tree of arrays or shapes."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 # ---- dtypes of trees -----------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Report the bytes that a function saves for its backward pass, without running it."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.jaxprs import scan_counts
 
 Atom = Var | Literal
@@ -294,7 +294,7 @@ def _origin(frame: _Frame, atom: Atom) -> tuple[_Frame, Var] | None:
 
 
 def _bytes(var: Var) -> int:
-    return math.prod(_aval(var).shape) * _aval(var).dtype.itemsize
+    return trees.nbytes(var.aval)
 
 
 def _label(frame: _Frame, var: Var) -> tuple[str, str]:

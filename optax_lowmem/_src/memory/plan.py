@@ -4,11 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import optax
 
 from optax_lowmem._src.core import trees
-from optax_lowmem._src.memory.state import UNITS, Report, array_bytes, report, unit_of
+from optax_lowmem._src.memory.state import UNITS, Report, report, unit_of
 
 RESIDENT, RELEASE, OFFLOAD = "resident", "release", "offload"
 MODES = (RESIDENT, RELEASE, OFFLOAD)
@@ -155,7 +154,7 @@ def plan(
         return size if isinstance(size, Activations) else Activations(0, size, 0)
 
     of_params = report(tx, params)
-    weights = of_params.params_bytes + sum(map(array_bytes, jax.tree.leaves(frozen)))
+    weights = of_params.params_bytes + trees.nbytes(frozen)
     plans = []
     for name, fixed in _fixed(
         of_params, dict(trees.named_leaves(params)), stacks, whole, accumulate
@@ -174,7 +173,7 @@ def _fixed(
     layers = {path: Fixed(0, 0) for path in stacks}  # one of each stack
     stacked, largest = 0, Fixed(0, 0)
     for path, leaf in leaves.items():
-        size = array_bytes(leaf)
+        size = trees.nbytes(leaf)
         state = sum(of_params.by_leaf[path].values()) - size
         stack = next((s for s in stacks if path.startswith(f"{s}/")), None)
         if stack is None:

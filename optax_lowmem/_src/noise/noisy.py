@@ -85,13 +85,11 @@ class Noisy:
         ]
         nothing, ones, zeros = compiled(_first_bits)(shapes)
         rows = zip(leaves, chosen, nothing, strict=True)
-        clean = array_metadata.like(
-            params,
-            [
-                self._initial_clean(path, trees.with_values(leaf)) if sampled else none
-                for (path, leaf), sampled, none in rows
-            ],
-        )
+        weights = [
+            self._initial_clean(path, trees.with_values(leaf)) if sampled else none
+            for (path, leaf), sampled, none in rows
+        ]
+        clean = array_metadata.like(params, weights)
         bits, scale = array_metadata.like(params, ones), array_metadata.like(params, zeros)
         with context.recording() as decisions:
             inner = self._init_inner(_merged(params, clean, chosen))
@@ -173,14 +171,9 @@ class Noisy:
     # ---- step --------------------------------------------------------------------------------
 
     def update(
-        self,
-        updates: optax.Updates,
-        state: GaussWSState,
-        params: optax.Params | None = None,
-        *,
-        factor: jax.Array | None = None,
-        **extra: Any,
-    ) -> tuple[Any, GaussWSState]:
+        self, updates: Any, state: GaussWSState, params: Any = None, *,
+        factor: jax.Array | None = None, **extra: Any,
+    ) -> tuple[Any, GaussWSState]:  # fmt: skip
         """Return updates from the old noisy weights to the new ones, and the state.
 
         `factor`: multiplies the gradients, if `inner` is one of our optimizers.
@@ -358,10 +351,7 @@ def _samples(
     seed: jax.Array,
     count: jax.Array,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Return the sampled weights of each row and the scale of their noise.
-
-    `span` is (bits_init, bits_target).
-    """
+    """Return the sampled weights of each row and the scale of their noise."""
     results = []
     keys = random.leaf_keys(seed, count, [path for path, *_ in rows])
     for (path, w, correction, b, to, dtype), key in zip(rows, keys, strict=True):

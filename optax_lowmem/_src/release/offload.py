@@ -84,12 +84,12 @@ def offload(
     columns = {name: jax.tree.leaves(getattr(inner, name)) for name in fields}
 
     def place(x: Any, number: int = 1) -> Sharding:
-        return there if x.ndim and room.nbytes(x) >= number * min_bytes else here
+        return there if x.ndim and trees.nbytes(x) >= number * min_bytes else here
 
     if there.memory_kind == host.PINNED:
         rows = [(x, layers.get(i, 1)) for xs in columns.values() for i, x in enumerate(xs)]
         moving = [x for x, number in rows if place(x, number) is there]
-        room.check_room(room.nbytes(moving), "the optimizer's state", device)
+        room.check_room(trees.nbytes(moving), "the optimizer's state", device)
 
     def moved(x: Any) -> Any:
         # one at a time, for memory
@@ -141,7 +141,7 @@ class Programs:
         engine.unpack(state, plans.whole, params)  # checks the state
         parts, jit = plans.parts, jax.jit
         self.schedule = stages.Schedule.make(model, parts, batch)
-        self.input_bytes = room.nbytes(jax.eval_shape(model.first, parts.rest(), batch))
+        self.input_bytes = trees.nbytes(jax.eval_shape(model.first, parts.rest(), batch))
         reading = self.schedule.reading
 
         def of(rest: list[jax.Array]) -> Parts:
@@ -171,13 +171,7 @@ class Programs:
             return loss[0] if wide and model.has_aux else loss, mean(total, gradients), dx
 
         def back(
-            path: str,
-            weights: Any,
-            rest: list[jax.Array],
-            x: Any,
-            dx: Any,
-            batch: object,
-            total: Any,
+            path: str, weights: Any, rest: Any, x: Any, dx: Any, batch: object, total: Any
         ) -> Any:
             layer, positions = of_layer(path, weights), reading[1 + paths.index(path)]
             *gradients, dx = stages.pull_layer(
@@ -206,12 +200,9 @@ class Programs:
             indices = [parts.indices[at] for at in positions]
             leaves = [plans.whole[i] for i in indices]
             return updated(
-                leaves,
-                weights,
-                rows,
-                gradients,
+                leaves, weights, rows, gradients,
                 lambda *args: update(*of_step).rest(indices, *args),
-            )
+            )  # fmt: skip
 
         def updated(
             leaves: list[LeafPlan], weights: Any, rows: list[Row], gradients: Any, how: Any
@@ -234,10 +225,8 @@ class Programs:
         self.update_layer = jit(update_layer, static_argnums=0, donate_argnums=(1, 3))
         self.update_rest = jit(update_rest, static_argnums=0, donate_argnums=(1, 2))
         self.add = jit(added, donate_argnums=0)
-        self.squares, self.factor = (
-            jit(lambda gs: squares_of([step.each(g) for g in gs])),
-            jit(factor),
-        )
+        self.squares = jit(lambda gs: squares_of([step.each(g) for g in gs]))
+        self.factor = jit(factor)
 
 
 _micro_batch = jax.jit(lambda batches, at: jax.tree.map(lambda x: x[at], batches))
@@ -336,7 +325,7 @@ class Run:
         needed = self.programs.input_bytes * (len(self.layers) + 1) * at_once
         if micro_batches > at_once:
             needed += 4 * sum(x.size for x in self.weights)
-        state = room.nbytes([x for x in jax.tree.leaves(self.state) if host.is_on_host(x)])
+        state = trees.nbytes([x for x in jax.tree.leaves(self.state) if host.is_on_host(x)])
         (device,) = self.here.device_set
         room.check_room(needed, "a step's layer inputs and sums of gradients", device, state)
 

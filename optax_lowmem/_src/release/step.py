@@ -68,12 +68,7 @@ class Norm:
         return [read_layer(w, layer, stack.layers) for w in jax.tree.leaves(stack.tree)]
 
     def layer(
-        self,
-        stack: Stack,
-        layer: jax.Array,
-        weights: list[jax.Array],
-        gradients: list[jax.Array],
-        carry: Any,
+        self, stack: Stack, layer: jax.Array, weights: Any, gradients: Any, carry: Any
     ) -> Any:
         """Use the gradients of a layer; return the new carry."""
         del stack, layer, weights
@@ -107,12 +102,7 @@ class Step(Norm):
         return [read_layer(weight, layer, stack.layers) for weight, *_ in carry]
 
     def layer(
-        self,
-        stack: Stack,
-        layer: jax.Array,
-        weights: list[jax.Array],
-        gradients: list[jax.Array],
-        carry: Any,
+        self, stack: Stack, layer: jax.Array, weights: Any, gradients: Any, carry: Any
     ) -> Any:
         # in a separate barrier: slots are not needed while gradients are computed
         slots = [read_layer(slots, layer, stack.layers) for _, *slots in carry]

@@ -3,7 +3,6 @@
 import dataclasses
 import fnmatch
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -163,8 +162,7 @@ def _costs(flow: Flow) -> list[int]:
     for at, eqn in enumerate(flow.eqns):
         for v in eqn.outvars:
             if v in last:
-                aval: Any = v.aval
-                size = math.prod(aval.shape) * aval.dtype.itemsize
+                size = trees.nbytes(v.aval)
                 changes[at + 1] += size
                 changes[last[v] + 1] -= size
     return list(itertools.accumulate(changes))

@@ -81,13 +81,6 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
     return None
 
 
-def groups_of_blocks(plan: LeafPlan, layers: int) -> int:
-    """Return the number of groups of codes per layer, for block-wise slots."""
-    if plan.block is None:
-        return 0
-    return plan.block.values(plan.shape) // layers // plan.group_size
-
-
 def read_layer(tree: object, layer: jax.Array, layers: int) -> Any:
     """Slice one layer of each array, behind an optimization barrier.
 
@@ -190,7 +183,10 @@ class Update:
         if any(single):
             of_elements = random.element_keys(keys, layer, plans[0].group_size)
             layer_keys = jnp.where(jnp.asarray(single)[:, None], of_elements, layer_keys)
-        groups = [groups_of_blocks(plan, stack.layers) for plan in whole]
+        groups = [  # of codes per layer, for block-wise slots
+            plan.block.values(plan.shape) // stack.layers // plan.group_size if plan.block else 0
+            for plan in whole
+        ]
         blockwise_keys = random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32))
         gradients = [g[None] for g in gradients]
         return self._step(plans, gradients, leaves, layer_keys, blockwise_keys)
@@ -209,12 +205,7 @@ class Update:
         return weights, states, blockwise
 
     def _step(
-        self,
-        plans: list[LeafPlan],
-        gradients: list[jax.Array],
-        leaves: Any,
-        keys: jax.Array,
-        blockwise_keys: jax.Array,
+        self, plans: list[LeafPlan], gradients: Any, leaves: Any, keys: Any, blockwise_keys: Any
     ) -> Stepped:
         h, (weights, states, blockwise) = self.h, leaves
         if self.limit is not None:

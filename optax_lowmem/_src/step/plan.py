@@ -71,16 +71,11 @@ class LeafPlan:
     def blockwise_plan(self) -> "LeafPlan":
         """The plan of the block-wise slots: that of a vector with one element per block."""
         assert self.block is not None
+        shape, f32 = (self.block.values(self.shape),), jnp.dtype(jnp.float32)
         return LeafPlan(
-            path=self.path,
-            shape=(self.block.values(self.shape),),
-            dtype=jnp.dtype(jnp.float32),
-            group_size=self.group_size,
-            slots=self.blockwise,
-            split=None,
-            update_dtype=jnp.dtype(jnp.float32),
+            self.path, shape, f32, self.group_size, self.blockwise, split=None, update_dtype=f32,
             decays=False,
-        )
+        )  # fmt: skip
 
     @property
     def quantized(self) -> bool:

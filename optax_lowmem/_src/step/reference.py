@@ -316,18 +316,15 @@ def fused_update(
 ) -> Result:
     """Return the update of a leaf (the parameter if the plan `returns_params`) and its new state.
 
-    Args:
-      rule: the optimizer's arithmetic.
-      plan: the leaf's static choices.
-      leaf: the leaf's arrays.
-      h: f32 scalars: the hyperparameters of the rule, optionally `gradient_scale` (a factor of the
-        gradient), and with a parameter `lr`, `decay` (the fraction of the weight to subtract) and
-        `l2` (a factor of the weight, added to the gradient).
-      key: the uint32 key of this leaf's rounding in this step; a pair for one shard of a leaf.
-      two_passes: whether to compute the new slots twice: for the groups' maxima, then for the
-        codes. Otherwise XLA on a GPU stores the new slots in f32 in between, since it does not
-        fuse a reduction with the consumers of its broadcast result; reading the codes twice moves
-        fewer bytes. Measured: docs/results/gpu_speed.md.
+    `h` are f32 scalars: the hyperparameters of the rule, optionally `gradient_scale` (a factor of
+    the gradient), and with a parameter `lr`, `decay` (the fraction of the weight to subtract) and
+    `l2` (a factor of the weight, added to the gradient). `key`, uint32, is of this leaf and step; a
+    pair for one shard of a leaf.
+
+    With `two_passes` the new slots are computed twice: for the groups' maxima, then for the codes.
+    Otherwise XLA on a GPU stores the new slots in f32 in between, since it does not fuse a
+    reduction with the consumers of its broadcast result; reading the codes twice moves fewer bytes.
+    Measured: docs/results/gpu_speed.md.
     """
     layout = whole(plan)
     step, values = advance(rule, plan, leaf, h)
