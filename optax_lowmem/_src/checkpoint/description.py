@@ -91,9 +91,6 @@ def _describe_slot(decision: context.Decision) -> dict[str, Any]:
     return results
 
 
-# ---- comparison ----------------------------------------------------------------------------------
-
-
 def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: optax.Params) -> None:
     """Raise unless a checkpoint's description matches the format that an optimizer reads.
 

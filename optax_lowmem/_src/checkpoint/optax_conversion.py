@@ -222,8 +222,6 @@ class _Converter:
             results.extend(result) if spliced else results.append(result)
         return tuple(results)
 
-    # ---- encoding and decoding ---------------------------------------------------------------
-
     def _encoded_moments(
         self, ours: optax.OptState, theirs: optax.OptState, record: OptimizerRecord, where: str
     ) -> Any:
@@ -570,9 +568,6 @@ def _decode_slot(
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-# ---- from optax ----------------------------------------------------------------------------------
-
-
 def from_optax(
     tx: optax.GradientTransformation,
     optax_state: optax.OptState,
@@ -628,9 +623,6 @@ def from_optax(
     )
     _, decisions = context.dry_run(tx, weights)
     return weights, _Converter(decisions, to_optax=False).walk(empty, optax_state)
-
-
-# ---- to optax ------------------------------------------------------------------------------------
 
 
 def to_optax(

@@ -132,8 +132,6 @@ def _shardings_like_parameters(
     return results
 
 
-# ---- save and restore ----------------------------------------------------------------------------
-
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 

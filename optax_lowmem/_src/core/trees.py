@@ -326,9 +326,6 @@ def nbytes(tree: object) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-# ---- dtypes of trees -----------------------------------------------------------------------------
-
-
 def widened(tree: Tree, floats_only: bool = False) -> Tree:
     """Convert the arrays of a tree, or only those of narrow floats, to f32; shapes give shapes."""
 

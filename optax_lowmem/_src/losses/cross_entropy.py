@@ -33,8 +33,6 @@ from optax_lowmem._src.losses.products import (
     quantize_head,
 )
 
-# ---- the loss ------------------------------------------------------------------------------------
-
 _REDUCTIONS = ("mean", "sum", "none")
 _CHUNK_LOGITS = 2**28  # per device; 1 GiB in f32, large enough for efficient products
 
@@ -228,9 +226,6 @@ def _check_products(
             f"precision={precision!r} with products={products!r}: products of codes have no "
             "precision. Leave it out, or use products='fp8-gradients', whose logits use it"
         )
-
-
-# ---- static arguments ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -432,8 +427,6 @@ def _without_masked(losses: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)
 
 
-# ---- all chunks ----------------------------------------------------------------------------------
-
 Gradients = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
@@ -575,9 +568,6 @@ def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
     x = jnp.moveaxis(x, 0, axis)
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
     return lax.slice_in_dim(x, 0, length, axis=axis)
-
-
-# ---- one chunk -----------------------------------------------------------------------------------
 
 
 def _chunk(

@@ -367,9 +367,6 @@ def _merged(params: optax.Params, clean: optax.Params, chosen: list[bool]) -> An
     return jax.tree.unflatten(jax.tree.structure(params), weights)
 
 
-# ---- the transformation --------------------------------------------------------------------------
-
-
 def gaussws_noise(
     inner: optax.GradientTransformation,
     parts: Parts = "all",

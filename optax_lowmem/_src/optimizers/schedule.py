@@ -65,22 +65,12 @@ def optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transformation w <- w - lr (direction + weight_decay w) for a rule.
 
-    Args:
-      rule: the optimizer's arithmetic.
-      moments: computes the rule's hyperparameters from the count before the step.
-      learning_rate: number, array or schedule.
-      storage: how the state is stored.
-      weight_decay: strength, or a schedule of it; the Python number 0.0 omits the term.
-      mask: optax-style mask of the leaves that decay.
-      decouple_lr: decay by weight_decay lr / peak instead of weight_decay lr. True uses the
-        (constant) learning rate as the peak; a number is the peak of a schedule.
-      coupled: add weight_decay w to the gradient instead (L2).
-      rate_in_rule: the rule multiplies by the learning rate, h["rate"], before it updates its
-        slots, as `optax.rmsprop` does before its momentum.
-      slot_dtypes: dtypes of slots in leaves where they are not compressed.
-      structure: which elements share slots, for a rule with block-wise slots.
-      matrices: which leaves are matrices, for a rule that treats them differently.
-      rates: other learning rates that `moments` reads, by name.
+    `moments` computes the rule's hyperparameters from the count before the step, and may read other
+    learning `rates`. Weight decay of the Python number 0.0 is omitted; if `coupled`, it is added to
+    the gradient (L2). With `decouple_lr` it is weight_decay lr / peak: True for the (constant)
+    learning rate as the peak, a number for the peak of a schedule. If `rate_in_rule`, the rule
+    multiplies by h["rate"] before it updates its slots, as `optax.rmsprop` before its momentum. The
+    other arguments are as in `LeafPlanner`.
     """
     _check_storage(storage, structure)
     _warn_of_slot_dtypes(storage, slot_dtypes)

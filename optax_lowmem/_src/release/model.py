@@ -205,9 +205,6 @@ def map_x(on_array: Callable[..., Any], on_unchanged: Callable[[Unchanged], Any]
     return jax.tree.map(one, x, is_leaf=is_unchanged)
 
 
-# ---- leaves that a function reads ----------------------------------------------------------------
-
-
 def reads(function: Callable[..., Any], rest: optax.Params, *args: object) -> tuple[list[int], Any]:
     """Return the positions of the leaves of `rest` that `function(rest, *args)` uses, and shapes.
 
@@ -230,9 +227,6 @@ def _read(jaxpr: Jaxpr) -> list[bool]:
             flags = _read(inner)
         used |= {id(var) for var, flag in zip(eqn.invars, flags, strict=True) if flag}
     return [id(var) in used for var in jaxpr.invars]
-
-
-# ---- values and gradients ------------------------------------------------------------------------
 
 
 def _is_float(x: ArrayLike) -> bool:

@@ -26,8 +26,6 @@ from optax_lowmem._src.step.state import Row, from_row, stored_fields, to_row
 from optax_lowmem._src.wrappers.accumulate import micro_batches_of
 from optax_lowmem._src.wrappers.chain import clipping_factor
 
-# ---- the state -----------------------------------------------------------------------------------
-
 
 def offload(
     tx: optax.GradientTransformation,
@@ -231,9 +229,6 @@ class Programs:
 
 _micro_batch = jax.jit(lambda batches, at: jax.tree.map(lambda x: x[at], batches))
 _mean = jax.jit(lambda losses: sum(x.astype(jnp.float32) for x in losses) / len(losses))
-
-
-# ---- the step, called from Python ----------------------------------------------------------------
 
 
 @dataclasses.dataclass

@@ -122,9 +122,6 @@ class Step(Norm):
             self.leaves[i] = tuple(leaf)
 
 
-# ---- the step ------------------------------------------------------------------------------------
-
-
 def train_step(
     tx: optax.GradientTransformation,
     model: Layered | Callable[[Any, Any], Any],

@@ -168,9 +168,6 @@ def _costs(flow: Flow) -> list[int]:
     return list(itertools.accumulate(changes))
 
 
-# ---- the stages ----------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class _Stages:
     """Build the stages of a program, which begin at `cuts`; `results` is the loss' structure."""

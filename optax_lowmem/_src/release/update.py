@@ -104,8 +104,6 @@ def write_layer(tree: object, parts: object, layer: jax.Array, layers: int) -> A
     return jax.tree.map(whole, tree, lax.optimization_barrier(parts))
 
 
-# ---- updates -------------------------------------------------------------------------------------
-
 # weights, states, states of block-wise slots
 Leaves = tuple[list[jax.Array], list[LeafState], list[LeafState]]
 

@@ -162,9 +162,6 @@ class Engine(StateFormat, LeafPlanner):
         return trees.widened(updates)
 
 
-# ---- the leaves of a step ------------------------------------------------------------------------
-
-
 @compiled
 def count_and_keys(
     seed: jax.Array, before: jax.Array, count: jax.Array | None, paths: list[str]

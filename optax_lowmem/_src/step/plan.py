@@ -158,9 +158,6 @@ class LeafPlan:
         return forms
 
 
-# ---- decisions -----------------------------------------------------------------------------------
-
-
 def decide_slot(
     path: str,
     shape: tuple[int, ...],

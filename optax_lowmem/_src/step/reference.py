@@ -26,9 +26,6 @@ Units = Mapping[str, Any]  # slot name -> the scales in the form that `dequantiz
 Measured = Mapping[str, tuple[jax.Array, Any]]  # slot name -> (stored scales, divisors)
 
 
-# ---- arrays in groups ----------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Layout of a step's arrays; here of whole leaves, [..., n], with groups on the last axis."""
@@ -67,9 +64,6 @@ class TileLayout(Layout):
 def whole(plan: LeafPlan) -> Layout:
     """Return the layout of a whole leaf, which may be 0-d."""
     return Layout(plan.group_size, plan.shape[-1] if plan.shape else 1)
-
-
-# ---- decode and advance --------------------------------------------------------------------------
 
 
 def decode(plan: LeafPlan, state: LeafState, layout: Layout, units: Units | None = None) -> Arrays:
@@ -136,9 +130,6 @@ def prepare(rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Arrays) -> Arrays:
     return rule.prepare(gradient, decode(plan, leaf.state, whole(plan)), h)[0]
 
 
-# ---- encode --------------------------------------------------------------------------------------
-
-
 def measure(plan: LeafPlan, values: Arrays) -> Measured:
     """Return (stored scales, divisors) of each slot of a whole leaf that has a codec."""
     return {
@@ -177,9 +168,6 @@ def encode(
         slots.append(layout.pack(slot.codec, codes))
         scales.append(stored)
     return tuple(slots), tuple(scales)
-
-
-# ---- move ----------------------------------------------------------------------------------------
 
 
 def move(

@@ -143,9 +143,6 @@ def step(
             raise
 
 
-# ---- the links of a chain ------------------------------------------------------------------------
-
-
 def _run_links(
     links: Sequence[optax.GradientTransformation],
     updates: optax.Updates,

@@ -165,8 +165,6 @@ class Compressor:
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
-    # ---- slots of the inner state ------------------------------------------------------------
-
     def _codec_of(self, state: optax.OptState, field: str) -> GroupCodec | None:
         known = facts(state, field, ours=True)
         codec = self.select(field, known)
@@ -238,8 +236,6 @@ class Compressor:
                 f"the optimizer's state has no slot {' or '.join(missing) or 'to compress'}; "
                 f"its slots are {', '.join(fields) or 'none'}"
             )
-
-    # ---- encoding ----------------------------------------------------------------------------
 
     def _stochastic(self, slot: _Slot) -> bool:
         return self.rounding == "stochastic" and not slot.facts.running_maximum
@@ -378,8 +374,6 @@ class Compressor:
             for slot in slots
         ]
         return self._with_slots(state.inner_state, values)
-
-    # ---- the transformation ------------------------------------------------------------------
 
     def init(self, params: optax.Params) -> CompressedState:
         """Return the encoded inner state; if every slot starts constant, allocate no f32 array."""

@@ -160,9 +160,6 @@ def _decisions_of_leaves(
         yield from by_path[plan.path]
 
 
-# ---- checks --------------------------------------------------------------------------------------
-
-
 def _check_alike(packs: Packs, plans: list[LeafPlan]) -> None:
     """Raise if leaves of one pack no longer have the same dtype, mask and storage."""
     of = {plan.path: plan for plan in plans}
@@ -207,9 +204,6 @@ def _placements(names: list[str], packs: Packs) -> dict[str, Placement] | None:
         if name in results:
             results[name] = dataclasses.replace(results[name], axes=((),))
     return results or None
-
-
-# ---- the wrapper ---------------------------------------------------------------------------------
 
 
 def pack_small_leaves(
