@@ -104,6 +104,12 @@ def check_param(path: str, leaf: object) -> None:
     )
 
 
+def check_params(params: optax.Params) -> None:
+    """Apply `check_param` to each leaf."""
+    for path, leaf in named_leaves(params):
+        check_param(path, leaf)
+
+
 def with_values(params: optax.Params) -> optax.Params:
     """Replace each `jax.ShapeDtypeStruct` in a tree by zeros with its sharding.
 

@@ -144,8 +144,10 @@ def linear_cross_entropy(
     if weights is not None:
         kind = weights.dtype if jnp.issubdtype(weights.dtype, jnp.floating) else jnp.float32
         weights = weights.astype(jnp.promote_types(jnp.float32, kind))
-    if layout is not None:
-        hidden, head, labels, weights = layout.reshard(hidden, head, labels, weights)
+    if layout is not None:  # on Auto axes shard_map reshards
+        hidden = layout.place(hidden, layout.of_hidden)
+        labels = layout.place(labels, layout.of_tokens)
+        weights = None if weights is None else layout.place(weights, layout.of_tokens)
     dtype = str(head.dtype)
     static = (vocab_axis, z_loss, soft_cap, chunk_tokens, products, precision, dtype, layout)
     loss = _Loss(*static)
@@ -261,15 +263,6 @@ class _Layout:
     def of_head(self, width: tuple[str, ...] = ()) -> P:
         both = (self.vocab or None, width or None)
         return P(*(both if self.vocab_axis == 0 else both[::-1]))
-
-    def reshard(
-        self, hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Reshard the arguments to `specs` on Explicit axes; on Auto axes shard_map does it."""
-        labels = self.place(labels, self.of_tokens)
-        if weights is not None:
-            weights = self.place(weights, self.of_tokens)
-        return self.place(hidden, self.of_hidden), head, labels, weights
 
     def place(self, x: jax.Array, spec: P) -> jax.Array:
         """Reshard an array on Explicit axes."""

@@ -75,9 +75,8 @@ class Noisy:
 
     def init(self, params: optax.Params) -> GaussWSState:
         """Return the initial state; within `lowmem.init` also pass it the first noisy weights."""
+        trees.check_params(params)
         leaves = trees.named_leaves(params)
-        for path, leaf in leaves:
-            trees.check_param(path, leaf)
         chosen = self._chosen(leaves)
         shapes = [
             tuple(kernels.block_shape(leaf.shape)) if sampled else None
@@ -141,10 +140,7 @@ class Noisy:
         return state
 
     def _record(
-        self,
-        decisions: list[context.Decision],
-        leaves: list[tuple[str, jax.Array]],
-        chosen: list[bool],
+        self, decisions: list[context.Decision], leaves: list[tuple[str, Any]], chosen: list[bool]
     ) -> None:
         """Record the decisions of `inner`, and which other leaves have a wide clean weight."""
         for decision in decisions:
@@ -181,9 +177,7 @@ class Noisy:
         emitted: dict[str, jax.Array] = {}
         steps: list[Any] = []
 
-        def take(
-            gradients: optax.Updates, inner_state: optax.OptState, weights: optax.Params
-        ) -> tuple[Any, Any]:
+        def take(gradients: Any, inner_state: Any, weights: Any) -> tuple[Any, Any]:
             scaled = {} if factor is None else {"gradient_scale": factor}
             with context.emitting() as inside:
                 step, new_state = self.inner.update(
@@ -209,12 +203,7 @@ class Noisy:
         return jax.tree.unflatten(jax.tree.structure(params), changes), state
 
     def advance(
-        self,
-        gradients: optax.Updates,
-        state: GaussWSState,
-        params: optax.Params,
-        take: Take,
-        factor: jax.Array | None = None,
+        self, gradients: Any, state: GaussWSState, params: Any, take: Take, factor: jax.Array | None
     ) -> tuple[Any, GaussWSState]:
         """Return parameters with new noise, and state; `take` steps the clean weights."""
         if params is None:
@@ -268,12 +257,7 @@ class Noisy:
         return rows
 
     def _update_bits(
-        self,
-        rows: list[_Leaf],
-        gradients: list[jax.Array],
-        state: GaussWSState,
-        params: optax.Params,
-        factor: jax.Array | None,
+        self, rows: list[_Leaf], gradients: Any, state: GaussWSState, params: Any, factor: Any
     ) -> tuple[jax.Array, Any, Any]:
         """Return the new count, b_i and state of the bits' optimizer (equations 3, 9 and 10)."""
         run = _bits_gradients if context.step_arguments().placements else compiled(_bits_gradients)

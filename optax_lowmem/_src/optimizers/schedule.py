@@ -72,8 +72,7 @@ def optimizer(
     multiplies by h["rate"] before it updates its slots, as `optax.rmsprop` before its momentum. The
     other arguments are as in `LeafPlanner`.
     """
-    _check_storage(storage, structure)
-    _warn_of_slot_dtypes(storage, slot_dtypes)
+    _check_storage(storage, structure, slot_dtypes or {})
     check_range("learning_rate", learning_rate, 0.0)
     check_range("weight_decay", weight_decay, 0.0)
     trees.check_mask("the mask of weight decay", mask, _BY_NAME)
@@ -123,7 +122,10 @@ def _hyperparameters_at(
     return h
 
 
-def _check_storage(storage: object, structure: BlockStructure | None = None) -> None:
+def _check_storage(
+    storage: Storage, structure: BlockStructure | None, slot_dtypes: Mapping[str, DTypeLike | None]
+) -> None:
+    """Raise for a wrong storage; warn of slot dtypes that compressed leaves do not have."""
     if not isinstance(storage, Storage):
         raise TypeError(f"storage takes a lowmem.Storage, got {storage!r}")
     if storage.rounding == "embeddings" and structure is None:
@@ -131,13 +133,7 @@ def _check_storage(storage: object, structure: BlockStructure | None = None) -> 
             "rounding='embeddings' needs an optimizer that knows which leaves are embeddings, such "
             "as q_adam_mini: use 'stochastic' or 'nearest' here."
         )
-
-
-def _warn_of_slot_dtypes(
-    storage: Storage, slot_dtypes: Mapping[str, DTypeLike | None] | None
-) -> None:
-    """Warn that the dtype of a slot has no effect on leaves where the slot is compressed."""
-    for slot, dtype in (slot_dtypes or {}).items():
+    for slot, dtype in slot_dtypes.items():
         codec = getattr(storage, slot)
         if dtype is not None and codec is not None:
             warnings.warn(
@@ -156,8 +152,7 @@ def direction(
     structure: BlockStructure | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transformation that computes a rule's direction only (optax's `scale_by_*`)."""
-    _check_storage(storage, structure)
-    _warn_of_slot_dtypes(storage, slot_dtypes)
+    _check_storage(storage, structure, slot_dtypes or {})
     return Engine(
         rule=rule,
         hyperparameters=moments,

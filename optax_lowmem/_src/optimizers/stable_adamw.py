@@ -38,13 +38,6 @@ class StableAdamRule(AdamRule):
         return UpdateRule.accumulating(self, h, first, every)
 
 
-def _formula(b1: Scalar, b2: ScalarOrSchedule, eps: Scalar, threshold: Scalar) -> Formula:
-    check_threshold(threshold)
-    return Formula(
-        _hyperparameters_at, (adam_moments(b1, b2, eps, 0.0, nesterov=False), eps, threshold)
-    )
-
-
 def _hyperparameters_at(
     moments: Formula, eps: Scalar, threshold: Scalar, count: jax.Array
 ) -> Arrays:
@@ -105,7 +98,10 @@ def stable_adamw(
       Wortsman et al., Stable and low-precision training for large-scale vision-language models,
       2023. The first five arguments' defaults are those of optimi's StableAdamW.
     """
+    check_threshold(threshold)
+    moments = adam_moments(b1, b2, eps, 0.0, nesterov=False)
+    formula = Formula(_hyperparameters_at, (moments, eps, threshold))
     return optimizer(
-        StableAdamRule(), _formula(b1, b2, eps, threshold), learning_rate, storage,
+        StableAdamRule(), formula, learning_rate, storage,
         weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr, slot_dtypes={"mu": mu_dtype},
     )  # fmt: skip

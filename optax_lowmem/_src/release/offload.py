@@ -21,7 +21,6 @@ from optax_lowmem._src.release import room, stages
 from optax_lowmem._src.release.model import Layered, Parts, take_apart
 from optax_lowmem._src.release.optimizer import Optimizer
 from optax_lowmem._src.release.update import Plans, Update, read_layer, squares_of, write_layer
-from optax_lowmem._src.step import LeafPlan
 from optax_lowmem._src.step.state import Row, from_row, stored_fields, to_row
 from optax_lowmem._src.wrappers.accumulate import micro_batches_of
 from optax_lowmem._src.wrappers.chain import clipping_factor
@@ -202,9 +201,7 @@ class Programs:
                 lambda *args: update(*of_step).rest(indices, *args),
             )  # fmt: skip
 
-        def updated(
-            leaves: list[LeafPlan], weights: Any, rows: list[Row], gradients: Any, how: Any
-        ) -> Any:
+        def updated(leaves: Any, weights: Any, rows: Any, gradients: Any, how: Any) -> Any:
             states, blockwise = map(list, zip(*map(from_row, leaves, rows), strict=True))
             gradients = [step.each(g) for g in gradients]
             with context.stepping(implementation=step.implementation):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lowmem._src.core import context, trees, varying
+from optax_lowmem._src.core import context, varying
 from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.core.sharding import placements
 from optax_lowmem._src.release import stages
@@ -257,7 +257,6 @@ def train_step(
         places = None if specs is None else placements(params, specs, mesh)
         with context.stepping(implementation=implementation, placements=places):
             inner = optimizer.inner(state)
-            trees.check_state(inner, engine.rule.state_type)
             program: Layered | Program
             program, inputs = (
                 (model, batch)
@@ -347,13 +346,7 @@ class Passes:
         return stages.pull_layer(stage, parts, None, positions, x, dx, batch)[1:]
 
     def _stack(
-        self,
-        use: Norm,
-        layer: LayerFunction,
-        stack: Stack,
-        saved: object,
-        dx: list[jax.Array],
-        positions: list[int],
+        self, use: Norm, layer: LayerFunction, stack: Stack, saved: Any, dx: Any, positions: Any
     ) -> list[jax.Array]:
         """Return the gradient of a stack's input, and pass those of its layers to `use`."""
         parts, count = self.parts, stack.layers

@@ -37,11 +37,7 @@ class Program:
 
 
 def trace(
-    loss: Callable[[Any, Any], Any],
-    params: optax.Params,
-    batch: object,
-    layers: str | Sequence[str] = (),
-    has_aux: bool = False,
+    loss: Any, params: Any, batch: object, layers: str | Sequence[str], has_aux: bool = False
 ) -> tuple[Program, Any]:
     """Cut a loss function into stages.
 

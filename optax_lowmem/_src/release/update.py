@@ -122,12 +122,7 @@ class Plans:
 
     @classmethod
     def make(
-        cls,
-        engine: Engine,
-        parts: Parts,
-        params: optax.Params,
-        state: optax.OptState,
-        per_layer: bool,
+        cls, engine: Engine, parts: Parts, params: Any, state: Any, per_layer: bool
     ) -> "Plans":
         """Plan; raise ValueError if a leaf of a stack cannot be stepped layer by layer."""
         whole = engine.plans(params, state, returns_params=True)
@@ -154,12 +149,7 @@ class Update:
 
     @classmethod
     def begin(
-        cls,
-        plans: Plans,
-        count: jax.Array,
-        seed: jax.Array,
-        limit: optax.GradientTransformation | None,
-        factor: jax.Array | None = None,
+        cls, plans: Plans, count: jax.Array, seed: jax.Array, limit: Any, factor: jax.Array | None
     ) -> "Update":
         """Return the update after `count` steps; `factor` multiplies all gradients."""
         h = plans.engine.hyperparameters(count)

@@ -95,9 +95,7 @@ def master_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     return treedef.unflatten(join_leaves(*kept_weights(params, state)))
 
 
-def kept_weights(
-    params: optax.Params, state: optax.OptState
-) -> tuple[list[jax.Array], list[jax.Array]]:
+def kept_weights(params: Any, state: Any) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the arguments of `join_leaves`: weights without noise, and their corrections."""
     params = clean_params(params, state)
     corrections = corrections_of(params, state)

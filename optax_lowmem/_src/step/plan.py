@@ -239,12 +239,7 @@ class LeafPlanner:
     # the other leaves
     matrices: MatrixAxes | None = None
 
-    def plans(
-        self,
-        params: optax.Params,
-        state: optax.OptState | None = None,
-        returns_params: bool = False,
-    ) -> list[LeafPlan]:
+    def plans(self, params: Any, state: Any = None, returns_params: bool = False) -> list[LeafPlan]:
         """Return the plan of each leaf, and record the decisions.
 
         In a `shard_map` the parameters are this device's shards; the state is None before `init`.

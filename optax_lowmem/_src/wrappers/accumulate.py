@@ -94,8 +94,7 @@ class _Buffered:
     seed: int
 
     def init(self, params: optax.Params) -> AccumulationState:
-        for path, leaf in trees.named_leaves(params):
-            trees.check_param(path, leaf)
+        trees.check_params(params)
         seed = context.provided_seed(self.seed)
         buffer = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.bfloat16), params)
         micro_step, count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
@@ -236,9 +235,7 @@ def value_and_grad(
     if prepare is not None and not callable(prepare):
         raise TypeError(f"prepare must be a function of the parameters or None, got {prepare!r}")
 
-    def of_batch(
-        params: optax.Params, batch: object, seed: ArrayLike
-    ) -> tuple[jax.Array, optax.Updates]:
+    def of_batch(params: Any, batch: object, seed: ArrayLike) -> tuple[jax.Array, Any]:
         more = () if prepare is None else (prepare(lax.stop_gradient(params)),)
 
         def of_one(params: optax.Params, part: object) -> tuple[jax.Array, optax.Updates]:
@@ -256,9 +253,7 @@ def value_and_grad(
         # mixed, so that keys differ from the optimizer's, which are hashed from (seed, step)
         mixed_seed = random.mix(jnp.asarray(seed).astype(jnp.uint32))
 
-        def body(
-            carry: tuple[jax.Array, optax.Updates], inputs: tuple[jax.Array, Any]
-        ) -> tuple[tuple[jax.Array, optax.Updates], None]:
+        def body(carry: Any, inputs: Any) -> tuple[Any, None]:
             total, mean = carry
             index, part = inputs
             value, gradient = of_one(params, part)

@@ -328,22 +328,18 @@ class Compressor:
     def _decode(self, state: CompressedState, updates: optax.Updates) -> Any:
         """Return the inner state with f32 slots, after checking its codes and scales."""
         slots, shapes = self._slots(state.inner_state), _shapes(updates)
-        known = {slot.scales for slot in slots}
-        for slot in slots:
-            if slot.scales not in state.scales:
-                raise ValueError(
-                    f"the state has no {slot.scales}, only {', '.join(state.scales)}: it was made "
-                    "or restored with other settings. Use those, or call init again."
-                )
-        if extra := [name for name in state.scales if name not in known]:
+        known, stored = [slot.scales for slot in slots], ", ".join(state.scales)
+        problems = [f"no {x}, only {stored}" for x in known if x not in state.scales]
+        problems += [f"{x} of a slot without a codec here" for x in state.scales if x not in known]
+        if problems:
             raise ValueError(
-                f"the state has {', '.join(extra)} of a slot without a codec here: it was made "
-                "or restored with other settings. Use those, or call init again."
+                f"the state has {problems[0]}: it was made or restored with other settings. Use "
+                "those, or call init again."
             )
         rows = []
         for slot in slots:
-            stored = jax.tree.leaves(state.scales[slot.scales])
-            for (path, codes), scales in zip(trees.named_leaves(slot.tree), stored, strict=True):
+            of_slot = jax.tree.leaves(state.scales[slot.scales])
+            for (path, codes), scales in zip(trees.named_leaves(slot.tree), of_slot, strict=True):
                 weight, shape = shapes.get(path, ()), codes.shape
                 # only slots with their weight's shape are stored with several codes per byte
                 if weight and slot.codec.codes_per_byte > 1 and _is_code(codes):
@@ -377,8 +373,7 @@ class Compressor:
 
     def init(self, params: optax.Params) -> CompressedState:
         """Return the encoded inner state; if every slot starts constant, allocate no f32 array."""
-        for path, leaf in trees.named_leaves(params):
-            trees.check_param(path, leaf)
+        trees.check_params(params)
         # the inner update gets f32 gradients, so its state is f32 for weights of any dtype
         abstract = jax.eval_shape(lambda p: self._start(trees.widened(p), True)[0], params)
         warn_of_patterns(self.policy, params)

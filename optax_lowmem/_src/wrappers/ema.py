@@ -35,8 +35,7 @@ class _Tracker:
     seed: int
 
     def init(self, params: optax.Params) -> MasterEmaState:
-        for path, leaf in trees.named_leaves(params):
-            trees.check_param(path, leaf)
+        trees.check_params(params)
         inner = self.inner.init(params)
         weights = trees.with_values(params)
         ema, correction = self._trees(params, _split(self.split, *kept_weights(weights, inner)))

@@ -30,7 +30,6 @@ class _Unscaler:
         steps, after = self.inner.update(
             jax.tree.unflatten(treedef, gradients), state, params, **extra
         )
-        steps_def: Any = jax.tree.structure(steps)
         after_def: Any = jax.tree.structure(after)
         selected = [
             jnp.where(ok, step, jnp.zeros_like(step))
@@ -40,7 +39,7 @@ class _Unscaler:
         rows = zip(marks, jax.tree.leaves(after), after_def.flatten_up_to(state), strict=True)
         kept = [new if ok is True else jnp.where(ok, new, old) for ok, new, old in rows]
         kept = trees.keep_dtypes(state, after_def.unflatten(kept), updates)
-        return steps_def.unflatten(selected), kept
+        return jax.tree.unflatten(jax.tree.structure(steps), selected), kept
 
     def init(self, params: optax.Params) -> optax.OptState:
         state = self.inner.init(params)

@@ -109,11 +109,7 @@ class PackedEngine(Engine):
         return {leaves[0]: leaves for leaves in alike.values() if len(leaves) > 1}
 
     def _engine_of_packs(
-        self,
-        packs: Packs,
-        like: optax.Params,
-        plans: list[LeafPlan],
-        decisions: list[context.Decision],
+        self, packs: Packs, like: Any, plans: list[LeafPlan], decisions: list[context.Decision]
     ) -> Engine:
         """Return the engine of the packed tree; its masks and policy repeat those of the leaves."""
         reasons = {

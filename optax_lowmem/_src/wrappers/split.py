@@ -34,8 +34,7 @@ class _Splitter:
 
     def init(self, params: optax.Params) -> SplitState:
         """Initialize the inner state, and corrections (from `lowmem.init` if it provides them)."""
-        for path, leaf in trees.named_leaves(params):
-            trees.check_param(path, leaf)
+        trees.check_params(params)
         if adds_noise(self.inner, params):
             raise ValueError(
                 "split_master_weights around gaussws_noise: the noise must be outermost, put the "

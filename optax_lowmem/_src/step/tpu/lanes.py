@@ -174,10 +174,8 @@ class Blocks:
     def in_order(self, ends: jax.Array) -> jax.Array:
         """Permute the lanes of the result of `tree` to the order of the groups."""
         lane = _lane()
-        in_register, register = (
-            _rem(lane, self.groups_per_register),
-            _div(lane, self.groups_per_register),
-        )
+        in_register = _rem(lane, self.groups_per_register)
+        register = _div(lane, self.groups_per_register)
         return gather(ends, in_register * self.lanes_per_group + register)
 
 
