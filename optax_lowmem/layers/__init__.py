@@ -7,10 +7,7 @@ from optax_lowmem._src.losses.cross_entropy import linear_cross_entropy
 from optax_lowmem._src.noise.linen import GaussWSDense
 from optax_lowmem._src.noise.nnx import GaussWSLinear, renew_noise
 from optax_lowmem._src.switchback.convert import convert
-from optax_lowmem._src.switchback.dot_general import (
-    switchback_dot_general,
-    switchback_einsum,
-)
+from optax_lowmem._src.switchback.dot_general import switchback_dot_general, switchback_einsum
 from optax_lowmem._src.switchback.linen import SwitchBackDense
 from optax_lowmem._src.switchback.nnx import LayerScale, SwitchBackLinear
 from optax_lowmem.layers import fp8_flow

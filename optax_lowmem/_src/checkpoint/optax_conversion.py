@@ -436,7 +436,6 @@ class Decisions:
         """Record which slots this state quantizes: they are f32 in its inner states."""
 
         def visit(slot: str, name: str, codes: Any) -> Any:
-            del name
             self._coded_outside.update((path, slot) for path, _ in trees.named_leaves(codes))
             return ()
 
@@ -487,7 +486,6 @@ def map_coded_slots(
     seen: dict[str, None] = {}
 
     def visit(node: optax.OptState, field: str, value: Any) -> Any:
-        del node
         name = scale_name(field, seen)
         if name not in state.scales:
             return value

@@ -26,7 +26,7 @@ from optax_lowmem._src.core.hyperparameters import (
 )
 from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
-from optax_lowmem._src.optimizers.schedule import direction, optimizer
+from optax_lowmem._src.optimizers.schedule import direction, is_zero, optimizer
 from optax_lowmem._src.step.rule import Slot, UpdateRule
 from optax_lowmem._src.step.storage import Storage, completed
 
@@ -83,11 +83,6 @@ class AdamRule(UpdateRule):
             "one_minus_b1": h["one_minus_b1"] * share,
             "one_minus_b2": h["one_minus_b2"] * share**2,
         }
-
-
-def is_zero(value: object) -> bool:
-    """Return whether a hyperparameter is the number 0, not a schedule or an array."""
-    return isinstance(value, int | float) and value == 0
 
 
 def adam_moments(

@@ -47,6 +47,11 @@ def _peak(learning_rate: ScalarOrSchedule, decouple_lr: bool | float) -> jax.Arr
     return as_f32("decouple_lr", decouple_lr)
 
 
+def is_zero(value: object) -> bool:
+    """Return whether a hyperparameter is the number 0, not a schedule or an array."""
+    return isinstance(value, int | float) and value == 0
+
+
 def optimizer(
     rule: UpdateRule,
     moments: Formula,
@@ -57,7 +62,6 @@ def optimizer(
     mask: optax.MaskOrFn = None,
     decouple_lr: bool | float = False,
     coupled: bool = False,
-    rate_in_rule: bool = False,
     slot_dtypes: Mapping[str, DTypeLike | None] | None = None,
     structure: BlockStructure | None = None,
     matrices: MatrixAxes | None = None,
@@ -68,17 +72,16 @@ def optimizer(
     `moments` computes the rule's hyperparameters from the count before the step, and may read other
     learning `rates`. Weight decay of the Python number 0.0 is omitted; if `coupled`, it is added to
     the gradient (L2). With `decouple_lr` it is weight_decay lr / peak: True for the (constant)
-    learning rate as the peak, a number for the peak of a schedule. If `rate_in_rule`, the rule
-    multiplies by h["rate"] before it updates its slots, as `optax.rmsprop` before its momentum. The
-    other arguments are as in `LeafPlanner`.
+    learning rate as the peak, a number for the peak of a schedule. The other arguments are as in
+    `LeafPlanner`.
     """
     _check_storage(storage, structure, slot_dtypes or {})
     check_range("learning_rate", learning_rate, 0.0)
     check_range("weight_decay", weight_decay, 0.0)
     trees.check_mask("the mask of weight decay", mask, _BY_NAME)
     peak = _peak(learning_rate, decouple_lr)
-    decays = not (isinstance(weight_decay, int | float) and weight_decay == 0)
-    given = {"learning_rate": learning_rate, "weight_decay": weight_decay if decays else None}
+    decay = None if is_zero(weight_decay) else weight_decay
+    given = {"learning_rate": learning_rate, "weight_decay": decay}
 
     def hyperparameters(count: jax.Array) -> Arrays:
         # call schedules here: they are user code that may not be traceable
@@ -86,9 +89,7 @@ def optimizer(
             at_count(name, value, count) if callable(value) else value
             for name, value in given.items()
         )
-        return Formula(_hyperparameters_at, (moments, lr, decay, peak, coupled, rate_in_rule))(
-            count
-        )
+        return Formula(_hyperparameters_at, (moments, lr, decay, peak, coupled))(count)
 
     return Engine(
         rule=rule,
@@ -108,12 +109,10 @@ def _hyperparameters_at(
     weight_decay: Scalar | None,
     peak: jax.Array | None,
     coupled: bool,
-    rate_in_rule: bool,
     count: jax.Array,
 ) -> Arrays:
     lr = as_f32("learning_rate", learning_rate)
-    rates = {"rate": lr, "lr": jnp.float32(1)} if rate_in_rule else {"lr": lr}
-    h = {**moments(count), **rates}
+    h = {**moments(count), "lr": lr}
     if weight_decay is not None and coupled:
         h["l2"] = as_f32("weight_decay", weight_decay)
     elif weight_decay is not None:

@@ -123,7 +123,6 @@ def take_apart(params: optax.Params, paths: Sequence[str]) -> Parts:
     """Split parameters into the stacks at these paths and the rest."""
 
     def is_stack(path: tuple[object, ...], node: object) -> bool:
-        del node
         return trees.path_name(path) in paths
 
     treedef: Any

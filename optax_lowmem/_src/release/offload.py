@@ -414,12 +414,10 @@ class Run:
 
     def square(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
         """Square gradients, for their norm."""
-        del key, weights
         self.squares.append(self.programs.squares(self.complete(gradients, arrived)))
 
     def store(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
         """Add gradients to their sum over micro-batches, and keep it in the memory of the state."""
-        del weights
         self.sums[key] = self.put(self.complete(gradients, arrived))
         self.leaving.add(self.sums[key])
 

@@ -59,24 +59,20 @@ class Norm:
 
     def begin_stack(self, stack: Stack) -> Any:
         """Return what a loop over the layers of a stack carries."""
-        del stack
         return self.squares
 
     def weights(self, stack: Stack, layer: jax.Array, carry: Any) -> list[jax.Array]:
         """Return the weights of a layer, with a layer axis of size 1."""
-        del carry
         return [read_layer(w, layer, stack.layers) for w in jax.tree.leaves(stack.tree)]
 
     def layer(
         self, stack: Stack, layer: jax.Array, weights: Any, gradients: Any, carry: Any
     ) -> Any:
         """Use the gradients of a layer; return the new carry."""
-        del stack, layer, weights
         return carry + squares_of(gradients)
 
     def end_stack(self, stack: Stack, carry: Any) -> None:
         """Keep the carry of a loop that has ended."""
-        del stack
         self.squares = carry
 
 

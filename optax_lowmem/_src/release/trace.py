@@ -32,7 +32,6 @@ class Program:
 
     def take_apart(self, params: optax.Params) -> Parts:
         """Return the parts of the parameters that the program was traced with."""
-        del params
         return self.parts
 
 
@@ -212,7 +211,6 @@ class _Stages:
         evaluate = self._evaluation(self._entering(begin), eqns, [*carry, *others])
 
         def stage(weights: None, rest: Any, x: Any, known: Any) -> Any:
-            del weights
             values = evaluate(rest, x, known)
             if scan is None:
                 return values

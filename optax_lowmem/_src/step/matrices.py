@@ -43,7 +43,6 @@ class _Direction(UpdateRule):
 
     def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         """Return the gradient, times the factor of its block if there is one."""
-        del slots
         return (g * h[OF_BLOCK] if OF_BLOCK in h else g), {}
 
 

@@ -57,12 +57,10 @@ class UpdateRule(abc.ABC):
 
     def for_leaf(self, matrices: Matrices | None) -> "UpdateRule":
         """Return the rule for a leaf, given its matrices or None; by default this rule."""
-        del matrices
         return self
 
     def hyperparameters_of(self, matrices: Matrices | None, h: Arrays) -> Arrays:
         """Select the hyperparameters of the rule `for_leaf`, under the names that it uses."""
-        del matrices
         return h
 
     def prepare(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[Arrays, Arrays]:
@@ -101,7 +99,6 @@ class MatrixRule(UpdateRule):
 
     def block(self, matrices: Matrices) -> Block | None:
         """Return which elements of a leaf share a value of block-wise slots."""
-        del matrices
         return None
 
     def scale_blocks(

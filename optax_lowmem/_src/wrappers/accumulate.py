@@ -150,7 +150,6 @@ class _Direct:
     def update(
         self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, AccumulationState]:
-        del extra
         trees.check_state(state, AccumulationState)
         steps = state.inner_state.count
         first, last = state.micro_step == 0, state.micro_step == self.every - 1

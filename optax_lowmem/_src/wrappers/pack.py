@@ -35,7 +35,6 @@ class _PolicyOfPacks(Policy):
         return self.original.reason(path, shape, slot, stored)
 
     def masked_out(self, tree: optax.Params) -> set[str]:
-        del tree
         return set(self.masked)
 
 
