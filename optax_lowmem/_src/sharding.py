@@ -133,9 +133,6 @@ def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], _Paramet
     return known.get(())  # the parameters are a single array
 
 
-# ---- shardings of the parameters -----------------------------------------------------------------
-
-
 def _placed(
     boxed: optax.Params, params: optax.Params, given: object, mesh: Mesh | None, rules: Rules | None
 ) -> list[Any]:

@@ -426,23 +426,17 @@ Gradients = tuple[jax.Array, jax.Array | None, jax.Array | None]
 def _sweep(loss: _Loss, needed: _Needed, *given: Any) -> Gradients:
     """Return losses per token, and the gradients of their sum, weighted by `scale` [...] (None: 1).
 
-    The gradient of hidden is in its dtype, the head's in f32. `given`: see `_sweep_devices`.
+    The gradient of hidden is in its dtype, the head's in f32. `given`: see `_sweep_device`.
     """
     return (_sweep_once if loss.in_fp8 else _sweep_devices)(loss, needed, *given)
 
 
-def _sweep_devices(
-    loss: _Loss,
-    needed: _Needed,
-    hidden: jax.Array,
-    head: jax.Array,
-    labels: jax.Array,
-    scale: jax.Array | None,
-) -> Gradients:
+def _sweep_devices(loss: _Loss, needed: _Needed, *given: Any) -> Gradients:
     """Return `_sweep` from one device, or from those of the mesh."""
     layout = loss.layout
     if layout is None:
-        return _sweep_device(loss, needed, hidden, head, labels, scale)
+        return _sweep_device(loss, needed, *given)
+    hidden, head, labels, scale = given
     of_tokens, of_hidden, of_head = layout.of_tokens, layout.of_hidden, layout.of_head()
     result = layout.of_head(layout.width if layout.scattered else ())
     losses, for_hidden, for_head = jax.shard_map(

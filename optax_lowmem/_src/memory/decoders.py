@@ -17,14 +17,10 @@ _KNOWN: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8},
     "qwen2": {},
     "qwen3": {"head_dim": 128},
-    "gemma2": {
-        "head_dim": 256,
-        "tie_word_embeddings": True,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
+    "gemma2": {"head_dim": 256, "tie_word_embeddings": True, "attn_logit_softcapping": 50.0,
+               "final_logit_softcapping": 30.0},
     "gemma3_text": {"head_dim": 256, "tie_word_embeddings": True},
-}
+}  # fmt: skip
 _INPUTS = 3  # of layers, on the device while the others are on the host: in, at work, out
 
 

@@ -1,5 +1,6 @@
 """Plan the memory of a training step from shapes alone: what fits, and the largest batch."""
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -162,7 +163,8 @@ def plan(
         if name in modes:
             host = of_params.state_bytes if name == OFFLOAD else 0
             mode = ModePlan(name, weights, fixed, of_batch, host)
-            plans.append(dataclasses.replace(mode, batch=_largest(mode, budget)))
+            largest = bisect.bisect_right(range(1, _MOST), budget, key=mode.total_bytes)
+            plans.append(dataclasses.replace(mode, batch=largest))
     return Plan(budget, tuple(plans))
 
 
@@ -203,15 +205,3 @@ def _fixed(
     at_work = Fixed(flight, (1 + wide) * layer.gradients + outside)
     at_end = Fixed(largest.state + flight, outside)
     yield OFFLOAD, (of_loss, at_work, at_end)
-
-
-def _largest(mode: ModePlan, budget: int) -> int:
-    """Return the largest batch that fits, by bisection."""
-    fits, too_large = 0, _MOST
-    while too_large - fits > 1:
-        middle = (fits + too_large) // 2
-        if mode.total_bytes(middle) <= budget:
-            fits = middle
-        else:
-            too_large = middle
-    return fits

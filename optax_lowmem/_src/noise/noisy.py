@@ -71,8 +71,6 @@ class Noisy:
     clean_dtype: Any
     seed: int
 
-    # ---- state -------------------------------------------------------------------------------
-
     def init(self, params: optax.Params) -> GaussWSState:
         """Return the initial state; within `lowmem.init` also pass it the first noisy weights."""
         trees.check_params(params)
@@ -163,8 +161,6 @@ class Noisy:
         return state._replace(
             scale=array_metadata.like(params, [s for _, s in result], state.scale)
         )
-
-    # ---- step --------------------------------------------------------------------------------
 
     def update(
         self, updates: Any, state: GaussWSState, params: Any = None, *,

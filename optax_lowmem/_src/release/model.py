@@ -176,9 +176,6 @@ def _layers_of(path: str, tree: optax.Params) -> int:
     return int(size[0])
 
 
-# ---- a part of x that layers do not change -------------------------------------------------------
-
-
 class Unchanged(NamedTuple):
     """Arrays in x that every layer of a stack returns unchanged, so that one copy is saved."""
 

@@ -123,9 +123,6 @@ def offload(
 _read_layer = jax.jit(read_layer, static_argnums=2)
 
 
-# ---- the programs of the stages ------------------------------------------------------------------
-
-
 class Programs:
     """The compiled stages of a step, for some shapes."""
 

@@ -87,7 +87,8 @@ class Step(Norm):
         if not positions:
             return then
         indices = [self.parts.indices[at] for at in positions]
-        result = self.update.rest(indices, self.pop(positions), self._of(indices))
+        leaves: Any = map(list, zip(*(self.leaves[i] for i in indices), strict=True))
+        result = self.update.rest(indices, self.pop(positions), tuple(leaves))
         self._set(indices, zip(*result, strict=True))
         return varying.after(then, result)
 
@@ -109,9 +110,6 @@ class Step(Norm):
 
     def end_stack(self, stack: Stack, carry: Any) -> None:
         self._set(stack.indices, carry)
-
-    def _of(self, indices: Sequence[int]) -> Any:
-        return tuple(map(list, zip(*(self.leaves[i] for i in indices), strict=True)))
 
     def _set(self, indices: Sequence[int], leaves: Any) -> None:
         for i, leaf in zip(indices, leaves, strict=True):
@@ -276,9 +274,6 @@ def train_step(
             return loss, treedef.unflatten(weights), optimizer.outer(state, new)
 
     return step
-
-
-# ---- forward and backward, stage by stage --------------------------------------------------------
 
 
 class Passes:
