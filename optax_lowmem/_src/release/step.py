@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from optax_lowmem._src.core import context, varying
-from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core.hyperparameters import check_choice, check_count
 from optax_lowmem._src.core.sharding import placements
 from optax_lowmem._src.release import stages
 from optax_lowmem._src.release.model import Layered, LayerFunction, Parts, Stack, map_x
@@ -233,8 +233,8 @@ def train_step(
     if limit is not None and optimizer.clip is not None:
         raise ValueError("clip_layer_norm and a chain with clip_by_global_norm: leave out one.")
     for name, count in (("micro_batches", micro_batches), ("at_once", at_once)):
-        if count is not None and (not isinstance(count, int) or count < 1):
-            raise ValueError(f"{name} must be a number from 1 up, got {count!r}")
+        if count is not None:
+            check_count(name, count, 1, "micro-batches")
     if offload and (mesh is not None or specs is not None):
         raise ValueError("offload=True streams the state to one device, without mesh and specs.")
     if offload:

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import context, numerics, random, trees, varying
 from optax_lowmem._src.core.compiled import is_eager
-from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core.hyperparameters import check_choice, check_count
 from optax_lowmem._src.core.sharding import reshard_like
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
@@ -68,11 +68,7 @@ def accumulate_gradients(
       >>> import optax_lowmem as lowmem
       >>> tx = lowmem.accumulate_gradients(lowmem.flash_adamw(3e-4), every=8, into="bfloat16")
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(
-            f"every must be a number of micro-batches, at least 1, got {every!r}. To inject "
-            "hyperparameters, use lowmem.inject_hyperparams."
-        )
+    check_count("every", every, 1, "micro-batches")
     check_choice("into", into, ("bfloat16", "moments"))
     if into == "bfloat16":
         work = _Buffered(trees.wrapped(tx), every, seed)
@@ -227,10 +223,7 @@ def value_and_grad(
       >>> round(float(value), 4), grads["w"].shape
       (3.0, (3, 2))
     """
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(
-            f"micro_batches must be the number per batch, at least 1, got {micro_batches!r}"
-        )
+    check_count("micro_batches", micro_batches, 1, "micro-batches")
     if prepare is not None and not callable(prepare):
         raise TypeError(f"prepare must be a function of the parameters or None, got {prepare!r}")
 
