@@ -47,14 +47,12 @@ def packed(tree: object) -> Any:
 def unpacked(restored: object, target: object) -> Any:
     """Return the tree of `target`, abstract arrays with shardings, from its packed form."""
     arrays = iter(jax.tree.leaves(restored))
-    return jax.tree.map(
-        lambda like: (
-            jnp.zeros(like.shape, like.dtype, device=like.sharding)
-            if 0 in like.shape
-            else next(arrays)
-        ),
-        target,
-    )
+
+    def of_leaf(like: Any) -> Any:
+        empty = 0 in like.shape
+        return jnp.zeros(like.shape, like.dtype, device=like.sharding) if empty else next(arrays)
+
+    return jax.tree.map(of_leaf, target)
 
 
 # ---- shardings of the restored parameters and state ----------------------------------------------

@@ -22,6 +22,11 @@ def check_choice(name: str, value: object, choices: Iterable[str | None]) -> Non
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
+def is_zero(value: object) -> bool:
+    """Return whether a hyperparameter is the number 0, not a schedule or an array."""
+    return isinstance(value, int | float) and value == 0
+
+
 def check_count(name: str, value: object, least: int, what: str) -> None:
     """Raise unless an option is an int of at least `least`; `what` is counted."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -23,10 +23,11 @@ from optax_lowmem._src.core.hyperparameters import (
     complement,
     decay_at,
     following,
+    is_zero,
 )
 from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
-from optax_lowmem._src.optimizers.schedule import direction, is_zero, optimizer
+from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.step.rule import Slot, UpdateRule
 from optax_lowmem._src.step.storage import Storage, completed
 

@@ -21,6 +21,7 @@ from optax_lowmem._src.core.hyperparameters import (
     check_range,
     complement,
     following,
+    is_zero,
 )
 from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments
@@ -31,7 +32,7 @@ from optax_lowmem._src.optimizers.newton_schulz import (
     Coefficients,
     polar_factors,
 )
-from optax_lowmem._src.optimizers.schedule import at_count, is_zero, optimizer
+from optax_lowmem._src.optimizers.schedule import at_count, optimizer
 from optax_lowmem._src.step.matrix_axes import Dimensions, Matrices, MatrixAxes
 from optax_lowmem._src.step.rule import MatrixRule, Slot, UpdateRule
 from optax_lowmem._src.step.storage import Storage

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.block import BlockStructure
-from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range
+from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range, is_zero
 from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.step.engine import Engine
 from optax_lowmem._src.step.matrix_axes import MatrixAxes
@@ -45,11 +45,6 @@ def _peak(learning_rate: ScalarOrSchedule, decouple_lr: bool | float) -> jax.Arr
         return as_f32("learning_rate", learning_rate)
     check_range("decouple_lr", decouple_lr, 0.0)
     return as_f32("decouple_lr", decouple_lr)
-
-
-def is_zero(value: object) -> bool:
-    """Return whether a hyperparameter is the number 0, not a schedule or an array."""
-    return isinstance(value, int | float) and value == 0
 
 
 def optimizer(

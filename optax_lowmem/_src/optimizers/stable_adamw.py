@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from optax_lowmem._src.core.clipping import check_threshold, clipped_share, squared_ratio
+from optax_lowmem._src.core.clipping import check_threshold, clipped_share, rms_of_ratio
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32
 from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
-from optax_lowmem._src.core.varying import mean_of_leaf
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import optimizer
@@ -29,8 +27,7 @@ class StableAdamRule(AdamRule):
     def prepare(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[Arrays, Arrays]:
         """Clip by RMS_t = sqrt(mean(g^2 / max(u, eps^2))); u is the new debiased second moment."""
         u = self.second_moment(g, slots, h) * h["nu_bias_correction"]
-        rms = jnp.sqrt(mean_of_leaf(squared_ratio(g, u, h["raw_eps"])))
-        share = clipped_share(rms, h["threshold"])
+        share = clipped_share(rms_of_ratio(g, u, h["raw_eps"]), h["threshold"])
         return {name: h[name] * share for name in ("lr", "decay") if name in h}, {}
 
     def accumulating(self, h: Arrays, first: jax.Array, every: int) -> Arrays:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import array_metadata, numerics, trees
-from optax_lowmem._src.core.hyperparameters import check_range
+from optax_lowmem._src.core.hyperparameters import check_range, is_zero
 from optax_lowmem._src.core.varying import mean_of_leaf
 
 
@@ -108,7 +108,7 @@ def per_tensor_loss_scale(
       (True, True)
     """
     check_range("scale", scale, 0.0)
-    if isinstance(scale, int | float) and scale == 0:
+    if is_zero(scale):
         raise ValueError("scale must be > 0: it is the factor by which the loss was multiplied")
     work = _Unscaler(trees.wrapped(inner), scale)
     return optax.GradientTransformationExtraArgs(work.init, work.update)
