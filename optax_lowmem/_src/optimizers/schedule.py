@@ -57,6 +57,7 @@ def optimizer(
     mask: optax.MaskOrFn = None,
     decouple_lr: bool | float = False,
     coupled: bool = False,
+    rate_in_rule: bool = False,
     slot_dtypes: Mapping[str, DTypeLike | None] | None = None,
     structure: BlockStructure | None = None,
     matrices: MatrixAxes | None = None,
@@ -67,8 +68,9 @@ def optimizer(
     `moments` computes the rule's hyperparameters from the count before the step, and may read other
     learning `rates`. Weight decay of the Python number 0.0 is omitted; if `coupled`, it is added to
     the gradient (L2). With `decouple_lr` it is weight_decay lr / peak: True for the (constant)
-    learning rate as the peak, a number for the peak of a schedule. The other arguments are as in
-    `LeafPlanner`.
+    learning rate as the peak, a number for the peak of a schedule. If `rate_in_rule`, the rule
+    multiplies by h["rate"] before it updates its slots, as `optax.rmsprop` before its momentum. The
+    other arguments are as in `LeafPlanner`.
     """
     _check_storage(storage, structure, slot_dtypes or {})
     check_range("learning_rate", learning_rate, 0.0)
@@ -84,7 +86,8 @@ def optimizer(
             at_count(name, value, count) if callable(value) else value
             for name, value in given.items()
         )
-        return Formula(_hyperparameters_at, (moments, lr, decay, peak, coupled))(count)
+        arguments = moments, lr, decay, peak, coupled, rate_in_rule
+        return Formula(_hyperparameters_at, arguments)(count)
 
     return Engine(
         rule=rule,
@@ -104,10 +107,12 @@ def _hyperparameters_at(
     weight_decay: Scalar | None,
     peak: jax.Array | None,
     coupled: bool,
+    rate_in_rule: bool,
     count: jax.Array,
 ) -> Arrays:
     lr = as_f32("learning_rate", learning_rate)
-    h = {**moments(count), "lr": lr}
+    rates = {"rate": lr, "lr": jnp.float32(1)} if rate_in_rule else {"lr": lr}
+    h = {**moments(count), **rates}
     if weight_decay is not None and coupled:
         h["l2"] = as_f32("weight_decay", weight_decay)
     elif weight_decay is not None:
