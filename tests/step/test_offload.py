@@ -309,7 +309,7 @@ def test_bad_arguments():
         release.train_step(tx, MODEL, micro_batches=2)
     with pytest.raises(ValueError, match="without mesh and specs"):
         release.train_step(tx, MODEL, offload=True, specs=params)
-    with pytest.raises(ValueError, match="micro_batches must be a number from 1 up, got 0"):
+    with pytest.raises(ValueError, match="number of micro-batches, at least 1, got 0"):
         release.train_step(tx, MODEL, offload=True, micro_batches=0)
     with pytest.raises(ValueError, match="leave out one"):
         release.train_step(clipped(tx), MODEL, clip_layer_norm=1.0)
