@@ -69,7 +69,7 @@ HOW = {
     "layer": {"clip_layer_norm": 0.1},
 }
 CASES = [(name, how) for name in lowmem.OPTIMIZERS for how in (*HOW, "clip", "clip passes")]
-OFTEN = [("flash_adamw", "clip passes"), ("flash_factored_adamw", "passes")]
+OFTEN = [("flash_lion", "clip passes"), ("flash_factored_adamw", "passes")]
 
 
 @pytest.mark.parametrize("name, how", rows(CASES, OFTEN))
@@ -83,9 +83,10 @@ def test_streamed_bits_are_resident_bits(name, how):
     assert_same(streamed, resident)
 
 
-def test_it_is_the_jitted_step():
+@pytest.mark.parametrize("name", rows(["flash_adamw", "flash_lion"], ["flash_lion"]))
+def test_it_is_the_jitted_step(name):
     """Its stages are programs of their own, which XLA fuses like the whole."""
-    tx, params = make("flash_adamw"), weights()
+    tx, params = make(name), weights()
     found = offloaded(tx, params)
     assert_same(found, jitted(tx, params))
 
