@@ -68,11 +68,16 @@ HOW = {
     "passes": {"micro_batches": 4, "at_once": 2},
     "layer": {"clip_layer_norm": 0.1},
 }
-CASES = [(name, how) for name in lowmem.OPTIMIZERS for how in (*HOW, "clip", "clip passes")]
+CASES = [  # every other pair
+    (name, how)
+    for i, name in enumerate(lowmem.OPTIMIZERS)
+    for j, how in enumerate((*HOW, "clip", "clip passes"))
+    if (i + j) % 2 == 0
+]
 OFTEN = [("flash_lion", "clip passes"), ("flash_factored_adamw", "passes")]
 
 
-@pytest.mark.parametrize("name, how", rows(CASES, OFTEN))
+@pytest.mark.parametrize("name, how", rows(dict.fromkeys(OFTEN + CASES), OFTEN))
 def test_streamed_bits_are_resident_bits(name, how):
     options = HOW[how.removeprefix("clip").strip() or "whole"]
     tx = clipped(make(name)) if how.startswith("clip") else make(name)
