@@ -522,8 +522,8 @@ def test_fp8_tokens_have_scales_of_their_own():
     of = functools.partial(fp8_loss, reduction="none")
 
     def run(hidden, labels, chunk):
-        loss = functools.partial(of, labels=labels, chunk_tokens=chunk)
-        return with_gradients(lambda h: loss(h, HEAD), hidden, numbers=(0,))
+        loss = functools.partial(of, chunk_tokens=chunk)
+        return with_gradients(lambda h, y: loss(h, HEAD, labels=y), hidden, labels, numbers=(0,))
 
     others = np.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) != LENGTH + 2
     value, gradient = run(HIDDEN, LABELS, 13)
