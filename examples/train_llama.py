@@ -118,7 +118,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--unroll", type=positive_or_auto, default=AUTO, metavar="N",
         help="layers in a step of the scan over layers: fewer copies, a longer compilation; with "
         "all of them, each layer has weights of its own, and there is no scan; auto, the default: "
-        "all, up to 32, on a GPU or TPU alone, else 1")  # fmt: skip
+        "all, up to 32, on GPUs or a TPU alone, else 1")  # fmt: skip
     add("--release", action="store_true",
         help="update each layer inside the backward pass: gradients never exist all at once, and "
         "each layer is computed anew")  # fmt: skip

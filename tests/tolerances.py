@@ -136,6 +136,12 @@ def reordered_master(bits: int | None, dtype: Any, weights: np.ndarray) -> np.nd
 
 # The step itself, of the learning rate: 16 operations of u each.
 REORDERED_STEP = 2.0**-20
+# The step, of the learning rate, of expanded moments that a GPU decodes by single instructions for
+# a logarithm and a power: the first moment's terms to 2^-18, twice `expansion._SLACK`; the second's
+# root, 12 octaves under the largest of its group, to (2^-19 + 12 * 2^-21) / 2 = 2^-18.
+APPROXIMATE_STEP = 2.0**-17
+# Codes of an expanded group from its largest value to its smallest: 8 an octave of E4M3's 17.8.
+EXPANDED_CODES = 143
 # A slot in f32, of its own value or of the leaf's largest (its terms may cancel): 8 u.
 REORDERED_SLOT = 2.0**-21
 # Codes of x (largest / absmax) that are others when the product is not rounded before it is rounded

@@ -1,7 +1,7 @@
 """The table of training frameworks: their AdamW and `flash_adamw`, by `make test-frameworks`."""
 
-from benchmarks.records import Rows, grouped, newest, select
-from benchmarks.render import markdown, source
+from benchmarks.records import Rows, grouped, select
+from benchmarks.render import Table, alone
 
 IMPLS = {  # as recorded -> as shown
     "its AdamW, f32": "the framework's AdamW, f32",
@@ -10,8 +10,8 @@ IMPLS = {  # as recorded -> as shown
 }
 
 
-def frameworks(rows: Rows) -> str:
-    used = newest(select(rows, bench="frameworks"))
+def frameworks(rows: Rows) -> Table:
+    used = select(rows, bench="frameworks")
     head = ["framework", "loss of step 1"]
     head += [f"{what}: {impl}" for what in ("last losses", "bytes") for impl in IMPLS.values()]
     body = []
@@ -20,7 +20,7 @@ def frameworks(rows: Rows) -> str:
         losses = [f"{row['loss']['value']:.3f}" for row in rows_of]
         sizes = [f"{row['bytes_per_parameter']['value']:.2f}" for row in rows_of]
         body.append([case, f"{rows_of[0]['first_loss']['value']:.3f}", *losses, *sizes])
-    return markdown(head, body) + (source(used) if used else "")
+    return head, body, used
 
 
-TABLES = {"frameworks": frameworks}
+TABLES = {"frameworks": alone(frameworks)}

@@ -11,8 +11,8 @@ from benchmarks.suites.step.tables import BASE
 
 # runs, the largest first
 LARGEST = {
-    "a GPT of 42M": of_pairs("gpt-42m", "adamw", "flash_adamw"),
-    "the GPT of 42M": of_examples("adamw"),
+    "a 42M-parameter GPT": of_pairs("gpt-42m", "adamw", "flash_adamw"),
+    "the 42M-parameter GPT": of_examples("adamw"),
 }
 GPU = "NVIDIA H100 80GB HBM3"
 
@@ -51,7 +51,7 @@ def _losses(rows: Rows) -> Iterator[tuple[list[str], Rows]]:
         means = [statistics.mean(values) for values in (pair.plain, pair.ours)]
         size = pair.size.partition(", ")[2]
         result = f"{found.verdict} within {measure.margin.size:g} %"
-        name = f"held-out loss of {model} weights, {size}: {result}"
+        name = f"held-out loss of {model}, {size}: {result}"
         yield [name, *(f"{mean:.4f}" for mean in means), f"{means[1] / means[0]:.4f}"], found.rows
         if found.verdict != UNDECIDED:
             return

@@ -65,8 +65,9 @@ def unroll(settings: Settings) -> int:
     layers = settings.shape.layers
     if settings.unroll != AUTO:
         return min(int(settings.unroll), layers)
-    alone = settings.devices == 1 and jax.default_backend() != "cpu"
-    return layers if alone and not settings.release and layers <= _MOST_UNROLLED else 1
+    backend = jax.default_backend()
+    soon = backend == "gpu" or (settings.devices == 1 and backend != "cpu")
+    return layers if soon and not settings.release and layers <= _MOST_UNROLLED else 1
 
 
 def stacked(settings: Settings) -> bool:

@@ -9,12 +9,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core import array_metadata, context, trees
-from optax_lowmem._src.core.sharding import (
-    Placement,
-    mesh_of,
-    placement,
-    sharding_leaves,
-)
+from optax_lowmem._src.core.sharding import Placement, mesh_of, placement, sharding_leaves
 
 Rules = Sequence[tuple[str, str | tuple[str, ...] | None]]  # logical name, mesh axes
 

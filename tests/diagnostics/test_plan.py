@@ -140,7 +140,7 @@ def test_command(tmp_path, capsys):
 def test_nothing_fits(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA_8B))
-    with pytest.raises(SystemExit, match=r"lora needs least, a GPU of 18\.3 GiB"):
+    with pytest.raises(SystemExit, match=r"lora needs the least memory: a GPU of 18\.3 GiB"):
         plan.main(["--params", str(file), "--gpu", "8GiB"])
     with pytest.raises(SystemExit, match="With --sequence 16384, lora does"):
         plan.main(["--params", str(file), "--gpu", "24GiB", "--sequence", "65536"])

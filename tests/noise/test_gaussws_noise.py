@@ -138,7 +138,9 @@ def test_overlapping_counters_make_other_words():
     keys = random.word_keys(random.leaf_key(jnp.uint32(0), jnp.uint32(0), "w"))
     shifted = (keys[0] + jnp.uint32(1) * random.odd(0), random.word_keys(jnp.uint32(7))[1])
     places = [jax.lax.broadcasted_iota(jnp.uint32, (64, 64), axis) for axis in (0, 1)]
-    one, own, other = (random.words(k, places, 3) for k in (keys, (shifted[0], keys[1]), shifted))
+    one, own, other = (
+        random.draw_words(k, places, 3) for k in (keys, (shifted[0], keys[1]), shifted)
+    )
     for a, b, c in zip(one, own, other, strict=True):
         np.testing.assert_array_equal(a[1:], b[:-1])  # the trap
         assert (a[1:] == c[:-1]).mean() == 0

@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
+from benchmarks import records
+from benchmarks.suites import finetune as suite
 from tests.compilation import QUICK_FLAGS
 from tests.contract_cases import assert_same
 from tests.repo.test_examples import ROOT, example, run_script  # noqa: F401 (a fixture)
@@ -294,3 +297,48 @@ def test_packed_rows(example, folder):  # noqa: F811
     epochs = [texts.batch_rows(6, 4, 0, step) for step in range(3)]
     first, second = np.split(np.concatenate(epochs), 2)
     assert sorted(first) == sorted(second) == list(range(6)) and list(first) != list(second)
+
+
+def test_suite(finetune, folder, trained, tmp_path, monkeypatch):
+    """The benchmark's commands, and the table and the texts of the logs that they leave."""
+    file, ran = tmp_path / "records.jsonl", []
+
+    def leave_a_log(command, **_):
+        args = finetune.parse_arguments(command[2:])
+        texts = [finetune.Texts(folder).read(file) for file in (args.data, args.validation)]
+        ran.append((args.optimizer, args.lora is None, args.seed, *map(len, texts)))
+        answers = [{"step": step, "answer": f"{step}|\n{args.optimizer}"} for step in (0, 12)]
+        rows = [*log_of(trained()[0]), *answers]
+        (args.out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(suite, "subprocess", types.SimpleNamespace(run=leave_a_log))
+    words = f"--model {folder} --seed 0 --packages packaging --record {file}"
+    suite.main(words.split())
+    plain, adapters = (suite.BASE, True, 0), (suite.OURS, False, 0)
+    assert [run[:3] for run in ran] == [plain, (suite.OURS, True, 0), adapters]
+    assert ran[0][3] > 50 and ran[0][4] == -(-(ran[0][3] + ran[0][4]) // suite.HELD_OUT)
+    rows = records.load(file)
+    plain, ours = (row for row in rows if "curve" in row and row["impl"] != suite.LORA)
+    assert [loss for _, loss in plain["curve"]] == losses(trained()[0], "validation_loss")
+    rows += [plain | {"value": 1.0}, ours | {"value": 1.25}]
+    rows += [plain | {"seed": 1, "value": 2.0}, ours | {"seed": 1, "value": 2.75}]
+    rows += [ours | {"impl": suite.LORA, "value": 1.25}]
+    rows += [plain | {"impl": f"{suite.BASE} lr=0.1", "value": 3.0}]
+    rows += [ours | {"impl": f"{suite.OURS} lr=0.1", "value": 2.5}]
+    _, body, _ = suite.table(records.newest(rows))
+    assert [line[1:4] for line in body] == [
+        ["2", "1.5000 ± 0.7071", ""],
+        ["2", "2.0000 ± 1.0607", "+0.5000 ± 0.3536"],
+        ["1", "1.2500", "+0.2500"],
+        ["1", "2.5000", "-0.5000"],
+        ["1", "3.0000", ""],
+    ]
+    _, body, _ = suite.texts(rows)
+    assert [text for _, text in body] == [
+        r"`0\| optax.adamw`", r"`12\| optax.adamw`", r"`12\| flash_adamw`", r"`12\| flash_adamw`"
+    ]  # fmt: skip
+    (line,) = suite.packages(rows)[1]
+    assert line == [f"packaging {suite.version('packaging')}", str(sum(ran[0][3:]))]
+    monkeypatch.setattr(records, "all_records", lambda: rows)
+    assert "in bf16 ends at 2.0000, in f32 at 1.5000" in suite.draw().get_suptitle()

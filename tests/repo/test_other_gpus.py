@@ -20,4 +20,4 @@ def test_the_report_is_one_block(capsys):
     first, *lines, last, ask = capsys.readouterr().out.splitlines()
     assert (first, last) == ("```text", "```") and "post" in ask
     (line,) = [line for line in lines if line.startswith("flash_adamw")]
-    assert "0.0000% of stored bytes differ" in line and "step by xla" in line
+    assert "0.0000% of stored bytes differ" in line and "xla updates" in line

@@ -263,6 +263,7 @@ def test_records_say_what_was_changed(llama, flags, case):
         ("--activations standard", "cudnn", "standard", {"none": 42, "dots": 12.5}, "dots"),
         ("--activations fp8 --accumulate 2", "cudnn", "fp8", {"none": 10.7}, "none"),
         ("--release --attention xla", "xla", "lean", {}, "full"),
+        ("--fsdp 2", "cudnn", "lean", {"none": 12.5}, "none"),
     ],
 )
 def test_what_suits_a_gpu(llama, monkeypatch, flags, attention, activations, kept, remat):

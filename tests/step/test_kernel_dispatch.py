@@ -168,8 +168,8 @@ def test_explicit_axes(on_a_gpu):
 def test_explain_says_it(on_a_gpu):
     params = {"w": jnp.ones((64, 128), BF16), "big": jax.ShapeDtypeStruct(TOO_MANY, BF16)}
     lines = str(lowmem.explain(TX, params)).splitlines()
-    assert any("step by pallas for 1 of 2 leaves: fused kernel" in line for line in lines)
-    assert any("step by xla for 1 of 2 leaves: pallas: 2147483648" in line for line in lines)
+    assert any("pallas updates 1 of 2 leaves: fused kernel" in line for line in lines)
+    assert any("xla updates 1 of 2 leaves: pallas: 2147483648" in line for line in lines)
 
 
 @pytest.mark.parametrize("kernel", fused_update.IMPLEMENTATIONS)

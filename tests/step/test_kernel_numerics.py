@@ -7,6 +7,7 @@ import numpy as np
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs.affine import Grid
 from optax_lowmem._src.core import numerics
+from optax_lowmem._src.step import reference
 from tests import tolerances
 
 F32 = jnp.float32
@@ -100,3 +101,11 @@ def test_shortcuts_of_a_kernel():
     variances = numerics.from_bits(bits[bits <= numerics.MAGNITUDE_MASK])[:, None]
     largest = in_a_kernel(lambda x: numerics.absmax_bits(x, signed=False))(variances)
     np.testing.assert_array_equal(largest, numerics.absmax_bits(variances, signed=False))
+
+
+def test_an_update_is_nan_where_the_weight_is(monkeypatch):
+    """A GPU computes the NaN 0x7fffffff and negates it by its sign: rounding must not wrap to 0."""
+    flipped = lambda x: numerics.from_bits(numerics.to_bits(x) ^ jnp.uint32(1 << 31))  # noqa: E731
+    monkeypatch.setattr(numerics, "negative", flipped)
+    update = in_a_kernel(lambda *args: reference.update_towards(*args, jnp.bfloat16))
+    assert np.isnan(np.float32(update(jnp.bfloat16(1), floats(0x7FFFFFFF))))

@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 import optax_lowmem as lowmem
 from optax_lowmem import release
 from optax_lowmem._src.core import host
+from optax_lowmem._src.release import room
 from tests.compilation import QUICK_COMPILE
 from tests.contract_cases import assert_same
 from tests.step.test_release import (
@@ -284,7 +285,7 @@ def test_a_saved_state_is_resumed_on_the_host_and_on_the_device(tmp_path):
 def test_too_little_memory_is_an_error_that_says_how_much(monkeypatch):
     tx, params = make("flash_adamw"), weights()
     state = release.offload(tx, MODEL, params, min_bytes=0)
-    monkeypatch.setattr(host, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(room, "free_bytes", lambda: 1000)
     with pytest.raises(MemoryError, match=r"the optimizer's state needs 0.00 GiB of pinned"):
         release.offload(tx, MODEL, params, min_bytes=0)
     step = release.train_step(tx, MODEL, offload=True, micro_batches=4, at_once=2)
@@ -296,16 +297,16 @@ def test_too_little_memory_is_an_error_that_says_how_much(monkeypatch):
 
 def test_what_xla_pins_at_most_is_in_the_error(monkeypatch):
     gpu = type("Device", (), {"platform": "gpu"})()
-    monkeypatch.setattr(host, "free_bytes", lambda: None)
-    host.check_room(40 * 2**30, "it", gpu, 24 * 2**30)
+    monkeypatch.setattr(room, "free_bytes", lambda: None)
+    room.check_room(40 * 2**30, "it", gpu, 24 * 2**30)
     with pytest.raises(MemoryError, match=r"64 GiB at most: set XLA_\w+_GB=74 in"):
-        host.check_room(41 * 2**30, "it", gpu, 24 * 2**30)
+        room.check_room(41 * 2**30, "it", gpu, 24 * 2**30)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "74")
-    host.check_room(41 * 2**30, "it", gpu, 24 * 2**30)
+    room.check_room(41 * 2**30, "it", gpu, 24 * 2**30)
 
 
 def test_free_memory_is_known_here():
-    assert host.free_bytes() > 2**20
+    assert room.free_bytes() > 2**20
 
 
 def test_bad_arguments():

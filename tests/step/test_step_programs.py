@@ -364,7 +364,7 @@ def test_reasons():
     params = abstract(tx)[0]
     with jax.sharding.use_abstract_mesh(tpu_mesh()):
         found = str(lowmem.explain(tx, params))
-    assert "step by pallas_tpu for 2 of 4 leaves: fused kernel" in found
+    assert "pallas_tpu updates 2 of 4 leaves: fused kernel" in found
     assert "pallas_tpu: its last axis, 100, is not a multiple of 128" in found
 
 

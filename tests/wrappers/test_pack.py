@@ -232,7 +232,7 @@ def test_explain_and_the_memory_report():
     shown = lowmem.explain(adamw(CODED, below=BELOW), params)
     assert not shown.warnings and {d.path for d in shown.steps} == set(SHAPES)
     assert "in one vector with 2 other small leaves" in str(shown)
-    assert "step by xla for 3 of 6 leaves" in str(shown)
+    assert "xla updates 3 of 6 leaves" in str(shown)
     found = lowmem.memory.report(adamw(CODED, below=BELOW), params)
     state = adamw(CODED, below=BELOW).init(params)
     assert found.state_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))

@@ -37,20 +37,13 @@ _ROWS, _ROWS_OF_PARTS = 64, 256  # of a tile at least, where columns are many; o
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """An array [outer, rows, width] whose rows are summed in parts, one part per tile.
+    """An array [outer, rows, width] whose rows are summed in parts, one part per tile."""
 
-    Attributes:
-      outer: number of matrices.
-      rows: number of rows, which are averaged.
-      width: number of columns; 1 if the averaged axis is contiguous.
-      begins: whether the input is the array itself, not sums of parts of its rows.
-      row: for means of rows and columns, the length of a row, which divides the width; else None.
-    """
-
-    outer: int
-    rows: int
-    width: int
-    begins: bool = True
+    outer: int  # number of matrices
+    rows: int  # averaged
+    width: int  # number of columns; 1 if the averaged axis is contiguous
+    begins: bool = True  # whether the input is the array itself, not sums of parts of its rows
+    # for means of rows and columns, the length of a row, which divides the width; else None
     row: int | None = None
 
     @property
@@ -78,7 +71,6 @@ class Columns:
 
     @property
     def tiles(self) -> int:
-        """Number of tiles."""
         return self.outer * self.parts * self.across
 
     @property
@@ -103,20 +95,12 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True)
 class Sides:
-    """Partial sums of the rows of matrices, then those of their columns, which tiles add up.
+    """Partial sums of the rows of matrices, then those of their columns, which tiles add up."""
 
-    Attributes:
-      matrices: number of matrices, with [of_rows * rows + of_columns * columns] sums each.
-      rows: number of rows of a matrix.
-      columns: number of columns of a matrix.
-      of_rows: number of partial sums per row.
-      of_columns: number of partial sums per column.
-    """
-
-    matrices: int
-    rows: int
+    matrices: int  # number of matrices, with [of_rows * rows + of_columns * columns] sums each
+    rows: int  # of a matrix
     columns: int
-    of_rows: int
+    of_rows: int  # number of partial sums per row
     of_columns: int
 
     @property
@@ -126,7 +110,6 @@ class Sides:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the array."""
         return self.matrices, self.of_rows * self.rows + self.of_columns * self.columns
 
     @property
@@ -148,7 +131,6 @@ class Sides:
 
     @property
     def result(self) -> tuple[int, int]:
-        """The shape of the sums that this launch writes."""
         return self.left.shape
 
     @property
@@ -158,12 +140,10 @@ class Sides:
 
     @property
     def tiles_of_rows(self) -> int:
-        """Number of tiles for the rows of a matrix."""
         return self.left.of_rows * self.across[0]
 
     @property
     def tiles(self) -> int:
-        """Number of tiles of a matrix."""
         return self.tiles_of_rows + self.left.of_columns * self.across[1]
 
 

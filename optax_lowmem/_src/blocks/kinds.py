@@ -200,11 +200,7 @@ _NORMS = {"norm", "ln", "layernorm", "rmsnorm", "batchnorm", "groupnorm"}
 
 
 def classify(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
-    """Return the block of a leaf, or why it is unknown.
-
-    Raises:
-      ValueError: if a head count does not divide its axis, or key and query do not match.
-    """
+    """Return the block of a leaf, or why it is unknown."""
     if math.prod(leaf.shape) == 0:
         return Block((), description="elementwise", reason="the leaf is empty")
     if not leaf.inner_shape:

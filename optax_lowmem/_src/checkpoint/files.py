@@ -48,11 +48,7 @@ def orbax() -> Any:
 
 
 def is_remote(path: StrPath) -> bool:
-    """Return whether a path is a URL such as gs://bucket/run.
-
-    Raises:
-      TypeError: if it is not a path.
-    """
+    """Return whether a path is a URL such as gs://bucket/run."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be a directory, as a str or an os.PathLike, got {path!r}")
     return "://" in str(path)

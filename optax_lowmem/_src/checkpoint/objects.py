@@ -19,22 +19,14 @@ _FP8 = "_overwrite_with_gradient"  # Flax's collection
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """The arrays of objects, as trees.
+    """The arrays of objects, as trees."""
 
-    Attributes:
-      inner: the optimizer.
-      params: the parameters that it trains.
-      opt_state: its state.
-      rest: every other array: statistics, random keys, counts of steps, frozen parameters.
-      count: number of steps taken.
-      write: writes parameters, state and rest into the objects; returns a new `TrainState`.
-    """
-
-    inner: optax.GradientTransformation
-    params: Any
-    opt_state: Any
-    rest: Any
-    count: Any
+    inner: optax.GradientTransformation  # the optimizer
+    params: Any  # the parameters that it trains
+    opt_state: Any  # its state
+    rest: Any  # every other array: statistics, random keys, counts of steps, frozen parameters
+    count: Any  # number of steps taken
+    # writes parameters, state and rest into the objects; returns a new `TrainState`
     write: Callable[[Any, Any, Any], Any]
 
     @property
@@ -71,11 +63,7 @@ class Contents:
 
 
 def contents(model: Any, optimizer: Any = None) -> Contents:
-    """Return the arrays of a model and its `nnx.Optimizer`, or of one object that holds both.
-
-    Raises:
-      TypeError: for other objects.
-    """
+    """Return the arrays of a model and its `nnx.Optimizer`, or of one object that holds both."""
     if optimizer is None and all(hasattr(model, name) for name in ("tx", "params", "opt_state")):
         return _of_train_state(model)
     if optimizer is None and "model" in getattr(model, "__dict__", ()):

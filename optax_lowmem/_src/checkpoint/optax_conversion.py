@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from optax_lowmem._src.codecs import group_codec
 from optax_lowmem._src.core import array_metadata, context, numerics, packs, random, trees
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.optimizers import every_record
 from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord, name_of
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
@@ -178,7 +179,9 @@ class _Converter:
 
         def leaf(like: jax.Array | jax.ShapeDtypeStruct, x: jax.Array) -> Any:
             if jnp.shape(like) != jnp.shape(x):
-                here, there = map(_kinds_of_leaves, (ours, theirs))
+                here, there = (
+                    ", ".join(map(kinds, jax.tree.leaves(tree)[:4])) for tree in (ours, theirs)
+                )
                 raise ValueError(f"{where}: {here} here, but {there} in optax.")
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 return x
@@ -323,15 +326,8 @@ def _map_moments(
 ) -> Any:
     """Map functions over the moments and counts of the state of one optimizer in optax.
 
-    Args:
-      theirs: the state, or those of the links of a chain.
-      record: the optimizer's record.
-      of_slot: (slot, tree of a field) -> new tree.
-      of_count: count -> new count.
-      where: names the state in errors.
-
-    Raises:
-      ValueError: unless the state has each moment exactly once, and no other arrays.
+    `of_slot` takes a slot and the tree of its field, and `of_count` a count. Raises unless the
+    state (`where` names it in errors) has each moment exactly once, and no other arrays.
     """
     slots = {
         field: slot
@@ -399,10 +395,6 @@ def kinds(state: optax.OptState) -> str:
     if hasattr(state, "shape"):
         return f"{state.dtype}{list(state.shape)}"
     return type(state).__name__
-
-
-def _kinds_of_leaves(tree: object) -> str:
-    return ", ".join(kinds(leaf) for leaf in jax.tree.leaves(tree)[:4])
 
 
 def _mismatch(ours: optax.OptState, theirs: optax.OptState, where: str) -> ValueError:
@@ -521,7 +513,7 @@ def map_coded_slots(
 def _encode_slot(
     stored: Any,
     scales: Any,
-    values: Mapping[str, jax.Array],
+    values: Arrays,
     pop: Callable[[str], context.Decision],
     seed: jax.Array,
     count: jax.Array,

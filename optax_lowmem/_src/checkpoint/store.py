@@ -34,8 +34,7 @@ _dotted = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
 def packed(tree: object) -> Any:
     """Return a tree without its arrays of size 0; None if no array is left.
 
-    Raises:
-      ValueError: if two arrays have the same name, which Orbax makes by joining keys with dots.
+    Raises if two arrays have the same name, which Orbax makes by joining keys with dots.
     """
     trees.named_leaves(tree, _dotted, "in an Orbax checkpoint")
     kept = jax.tree.map(lambda leaf: None if 0 in jnp.shape(leaf) else leaf, tree)

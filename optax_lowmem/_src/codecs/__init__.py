@@ -91,11 +91,7 @@ def check_groups(x: jax.Array, group_size: int) -> None:
 def check_stored(
     codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int, length: int | None
 ) -> int:
-    """Check codes and scales; return the length of the last axis of their values.
-
-    Raises:
-      ValueError: if codes and scales do not match each other or the codec.
-    """
+    """Check codes and scales; return the length of the last axis of their values."""
     check_groups(codes, group_size)
     if length is None:
         if codec.codes_per_byte > 1:

@@ -117,7 +117,6 @@ class AffineCodec(GroupCodec):
         return Grid(step, zero)
 
     def dequantize(self, codes: jax.Array, unit: Grid) -> jax.Array:
-        """Return f32 values of codes, elementwise; the group's grid broadcasts."""
         zero = unit.zero.astype(jnp.int32)
         steps = _wrapped(codes.astype(jnp.int32) + zero) - zero
         return steps.astype(jnp.float32) * unit.step

@@ -30,7 +30,10 @@ def guard(bits: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class ScaleFormat(ShowsChanges):
-    """Storage format of scales, with bounds of its rounding errors."""
+    """Storage format of scales, with bounds of its rounding errors.
+
+    `encode` returns stored scales from the bits of the group maxima, `decode` f32 scales.
+    """
 
     name: ClassVar[str]
     dtype: ClassVar[jnp.dtype]
@@ -46,11 +49,9 @@ class Float32Scale(ScaleFormat):
     dtype = jnp.dtype(jnp.float32)
 
     def encode(self, absmax: jax.Array) -> jax.Array:
-        """Return stored scales from the bits of the group maxima."""
         return numerics.from_bits(guard(absmax))
 
     def decode(self, stored: jax.Array) -> jax.Array:
-        """Return f32 scales."""
         return stored
 
 
@@ -71,7 +72,6 @@ class E8M8Scale(ScaleFormat):
         return ((guard(absmax) + 0x7FFF) >> 15).astype(jnp.uint16)
 
     def decode(self, stored: jax.Array) -> jax.Array:
-        """Return f32 scales."""
         return numerics.from_bits(stored.astype(jnp.uint32) << 15)
 
 
@@ -85,11 +85,9 @@ class Float16Scale(ScaleFormat):
     absolute_error = 2.0**-25  # half the spacing of its subnormals
 
     def encode(self, absmax: jax.Array) -> jax.Array:
-        """Return stored scales from the bits of the group maxima."""
         return numerics.from_bits(absmax).astype(jnp.float16)
 
     def decode(self, stored: jax.Array) -> jax.Array:
-        """Return f32 scales."""
         return stored.astype(jnp.float32)
 
 

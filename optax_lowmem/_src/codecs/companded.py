@@ -107,7 +107,6 @@ class CompandedCodec(GroupCodec):
     def quantize(
         self, x: jax.Array, divisor: jax.Array, uniforms: jax.Array | None = None
     ) -> jax.Array:
-        """Return codes of f32 values, as `GroupCodec.quantize`."""
         y = self.magnitude(x)
         z = jnp.minimum(self.position(y, divisor), jnp.float32(self.levels))
         if uniforms is None and not self.guarded:  # rounded as by the official implementation
@@ -124,11 +123,9 @@ class CompandedCodec(GroupCodec):
         return numerics.round_to_byte(z)
 
     def units(self, stored: jax.Array) -> jax.Array:
-        """Return the unit of each group for `dequantize`, from its stored scale."""
         return self.unit(self.scale.decode(stored))
 
     def dequantize(self, codes: jax.Array, unit: jax.Array) -> jax.Array:
-        """Return f32 values of codes, elementwise; the group's `unit` broadcasts."""
         # expand() is odd in every signed codec, so the sign needs no selection
         y = self.expand(codes.astype(jnp.int32).astype(jnp.float32)) * unit
         return y if self.signed else self.restore(y)

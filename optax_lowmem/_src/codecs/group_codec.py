@@ -110,23 +110,10 @@ def encode(
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Encode one array as codes and scales, with the fastest implementation.
+    """Return codes and scales of an array [..., n], with the fastest implementation.
 
-    Args:
-      codec: the codec to store it with.
-      x: values [..., n] of any rank over 0, f32 or 16-bit.
-      group_size: neighbours on the last axis that share a scale.
-      key: a uint32 scalar for stochastic rounding; None rounds to nearest. The same key gives the
-        same bits with every implementation.
-      slot: name of the leaf's slot, if several share a key.
-      implementation: `xla`, `pallas` or `triton` (NVIDIA GPUs), or None for the fastest one.
-
-    Returns:
-      (codes, scales [..., ceil(n / group_size)]), shaped as in `codec.storage`.
-
-    Raises:
-      ValueError: if x has no last axis or no elements on it, or if the requested implementation
-        does not support it.
+    A `key` rounds stochastically, with the same bits in every implementation; `slot` tells the
+    slots that share a key apart.
 
     Memory: a kernel reads x once and writes codes and scales; nothing else is allocated.
 
@@ -174,19 +161,8 @@ def decode(
     """Decode one array's codes and scales to f32 values, with the fastest implementation.
 
     If the values are used in the same jit, `implementation="xla"` is faster: XLA fuses the
-    elementwise decoding into their use, so that the f32 values are never stored.
-
-    Args:
-      codec: the codec that encoded them.
-      codes: stored codes, of rank 1 or more.
-      scales: [..., ceil(n / group_size)].
-      group_size: neighbours on the last axis that share a scale.
-      length: n; required if codes share bytes.
-      implementation: `xla`, `pallas` or `triton` (NVIDIA GPUs), or None for the fastest one.
-
-    Raises:
-      ValueError: if codes and scales do not match each other or the codec, or if the requested
-        implementation does not support them.
+    elementwise decoding into their use, so that the f32 values are never stored. Codes that share
+    bytes need `length`, the values on the last axis.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem

@@ -81,10 +81,7 @@ def like(
     array, and a `Variable` if the mesh axes of its sharding do. In haliax the other axes are called
     "<name>_groups", which no mapping of names shards. A 0-d placeholder has no names.
 
-    Args:
-      reference: the parameters, or a tree of their metadata and shapes.
-      arrays: the new leaves, in order.
-      before: the tree of the previous step; its metadata, part of a state's type, are kept.
+    `before` is the tree of the previous step; its metadata, part of a state's type, are kept.
     """
     arrays, nodes = list(arrays), jax.tree.leaves(reference, is_leaf=has_metadata)
     if not any(map(has_metadata, nodes)):
@@ -179,10 +176,7 @@ def fitted_variable(
 ) -> Any:
     """Return an NNX variable whose metadata shard only the axes that its shape allows.
 
-    Args:
-      variable: a variable of an optimizer's state, with its parameter's metadata.
-      shape: shape of its array.
-      whole: shape of the parameter, if known.
+    The variable is of an optimizer's state, with the metadata of its parameter, of shape `whole`.
     """
     metadata, changes = variable.get_metadata(), {}
     for key in _KEYS:

@@ -162,7 +162,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Factors(Block):
-    r"""Row and column means of matrices, whose product approximates v (Adafactor).
+    r"""Row and column means of matrices (the two `axes`), whose product approximates v (Adafactor).
 
     .. math:: R_i = \mathrm{mean}_j\, v_{ij}, \quad C_j = \mathrm{mean}_i\, v_{ij}, \quad
       v_{ij} \approx R_i C_j / \mathrm{mean}_i R_i
@@ -170,9 +170,6 @@ class Factors(Block):
     The approximation has the row and column means of v, and is exact if v has rank one (Shazeer &
     Stern, 2018, section 3). v_mean concatenates R and C along its last axis, after the leaf's
     other axes.
-
-    Attributes:
-      axes: the two axes of the matrices.
 
     Example:
       >>> Factors(axes=(1, 2)).mean_shape((12, 256, 512))

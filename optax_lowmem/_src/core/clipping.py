@@ -10,10 +10,8 @@ from optax_lowmem._src.core.varying import mean_of_leaf
 def rms_of_ratio(g: jax.Array, u: jax.Array, eps: jax.Array) -> jax.Array:
     """Return RMS_t = sqrt(E[g^2 / max(u, eps^2)]) of a leaf (Wortsman et al., appendix F.2).
 
-    Args:
-      g: gradient, f32.
-      u: bias-corrected second moment that includes `g`.
-      eps: f32, since in f16 the square of 1e-6 is 0.
+    `u` is the bias-corrected second moment that includes `g`; `eps` is f32, since in f16 the square
+    of 1e-6 is 0.
     """
     return jnp.sqrt(mean_of_leaf(squared_ratio(g, u, eps)))
 

@@ -79,12 +79,8 @@ def each(function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], *shared:
     """Return [function(*row, *shared) for row in rows], compiled where it is called eagerly.
 
     Up to `FEW` rows compile to one program. More rows run one by one, and rows with equal shapes
-    and static parts share a program: a hundred equal leaves compile once.
-
-    Args:
-      function: a module-level function.
-      rows: arguments of each call, pytrees as for `compiled`.
-      *shared: arguments of every call.
+    and static parts share a program: a hundred equal leaves compile once. The function must be
+    module-level, as for `compiled`.
     """
     if len(rows) <= FEW or not is_eager(jax.tree.leaves((rows, shared))):
         return _each(function, list(rows), shared)

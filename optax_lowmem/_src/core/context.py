@@ -23,33 +23,23 @@ from optax_lowmem._src.core.typing import T
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """How one slot of one leaf is stored, and why.
+    """How one slot of one leaf is stored, and why."""
 
-    Attributes:
-      path: path of the leaf, as from `jax.tree_util.keystr(..., simple=True, separator="/")`.
-      slot: `mu`, `nu`, ..., `correction`, or `step` for the implementation of the leaf's step.
-      form: name of the codec or the split, None if the slot is neither compressed nor split; for a
-        step that `explain` describes, one of `IMPLEMENTATIONS`.
-      reason: one clause, for display.
-      group_size: number of neighbours that share a scale, if the slot is compressed.
-      codec: the codec, if the slot is compressed.
-      stochastic: whether its codes or master weights are rounded stochastically.
-      block: the `Block` whose elements share a value, if any.
-      shape: shape of the parameter, or of the slot's values if it differs without a block.
-      choose: for a step, a function that returns form and reason; only `explain` calls it.
-      patterns: `Policy.exclude` of the policy that decided about the slot.
-    """
-
-    path: str
-    slot: str
+    path: str  # path of the leaf, as from `jax.tree_util.keystr(..., simple=True, separator="/")`
+    slot: str  # `mu`, `nu`, ..., `correction`, or `step` for the implementation of the leaf's step
+    # name of the codec or the split, None if the slot is neither compressed nor split; for a step
+    # that `explain` describes, one of `IMPLEMENTATIONS`
     form: str | None
-    reason: str
-    group_size: int | None = None
-    codec: Any = None
-    stochastic: bool = False
-    block: Any = None
+    reason: str  # one clause, for display
+    group_size: int | None = None  # if the slot is compressed
+    codec: Any = None  # if the slot is compressed
+    stochastic: bool = False  # whether its codes or master weights are rounded stochastically
+    block: Any = None  # the `Block` whose elements share a value, if any
+    # shape of the parameter, or of the slot's values if it differs without a block
     shape: tuple[int, ...] = ()
+    # for a step, a function that returns form and reason; only `explain` calls it
     choose: Callable[[], tuple[str, str]] | None = None
+    # `Policy.exclude` of the policy that decided about the slot
     patterns: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
@@ -60,20 +50,16 @@ class Decision:
 
 @dataclasses.dataclass
 class Masters:
-    """Values that `lowmem.init` passes to the inner `init`, and values that it gets back.
+    """Values that `lowmem.init` passes to the inner `init`, and values that it gets back."""
 
-    Attributes:
-      corrections: corrections by leaf path, for splits.
-      consumed: paths of the corrections that splits have read.
-      seed: the seed of all hashes.
-      originals: f32 parameters by path, for transformations that store them.
-      sampled: initial weights with noise, by path, from transformations that add noise.
-    """
-
+    # corrections by leaf path, for splits
     corrections: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    # paths of the corrections that splits have read
     consumed: list[str] = dataclasses.field(default_factory=list)
-    seed: ArrayLike | None = None
+    seed: ArrayLike | None = None  # the seed of all hashes
+    # f32 parameters by path, for transformations that store them
     originals: dict[str, jax.Array] | None = None
+    # initial weights with noise, by path, from transformations that add noise
     sampled: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
@@ -82,31 +68,22 @@ class Context:
     """What an `init`, or a trial of an update, reports through the closures of optax's wrappers.
 
     A field is None outside of the context managers that set it (`recording`, `emitting`, ...).
-
-    Attributes:
-      decisions: how each slot is stored.
-      masters: values from `lowmem.init`, and values for it.
-      emitted: updates of optimizers that split or round weights, by leaf path.
     """
 
-    decisions: list[Decision] | None = None
-    masters: Masters | None = None
+    decisions: list[Decision] | None = None  # how each slot is stored
+    masters: Masters | None = None  # values from `lowmem.init`, and values for it
+    # updates of optimizers that split or round weights, by leaf path
     emitted: dict[str, jax.Array] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class StepArguments:
-    """Arguments of `lowmem.step` that optax's wrappers would not pass to the optimizer inside.
+    """Arguments of `lowmem.step` that optax's wrappers would not pass to the optimizer inside."""
 
-    Attributes:
-      implementation: the implementation that the caller chose, or None for the fastest.
-      placements: the sharding of each leaf, by path, or None.
-      tuning: tile and launch sizes that a tuner tries, or None for those of the device.
-    """
-
+    # the implementation that the caller chose, or None for the fastest
     implementation: str | None = None
-    placements: Mapping[str, Placement] | None = None
-    tuning: Any = None
+    placements: Mapping[str, Placement] | None = None  # the sharding of each leaf, by path, or None
+    tuning: Any = None  # tile and launch sizes that a tuner tries, or None for those of the device
 
 
 # an optax state holds arrays only, so what an `init` decided has no other way out of its wrappers
@@ -220,12 +197,7 @@ def provided_correction(path: str) -> jax.Array | None:
 def joining(
     packs: Mapping[str, Sequence[str]], join: Callable[[list[jax.Array]], jax.Array]
 ) -> Iterator[None]:
-    """Pass the joined corrections of each pack's leaves to an `init` of a tree with packs.
-
-    Args:
-      packs: names of the leaves of each pack, by the pack's name.
-      join: joins the leaves' arrays into one.
-    """
+    """Pass the joined corrections of each pack's leaves to an `init` of a tree with packs."""
     masters = _context.get().masters
     if masters is None:
         yield

@@ -90,12 +90,7 @@ def result_like(
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Size of the tile that one program of a kernel processes.
-
-    Attributes:
-      elements: elements per tile, a power of two.
-      warps: number of warps, of 32 threads, that share a tile.
-    """
+    """Size of the tile of one program of a kernel: elements, a power of two, and warps."""
 
     elements: int = 1024
     warps: int = 4
@@ -103,13 +98,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Division of an array [..., n] into tiles [rows, lanes], with one group per row.
-
-    Attributes:
-      shape: shape of the array.
-      group_size: number of neighbours on the last axis that share a scale.
-      elements: number of elements per tile: rows times lanes.
-    """
+    """Division of an array [..., n] into tiles [rows, lanes], with one group per row."""
 
     shape: tuple[int, ...]
     group_size: int
@@ -140,7 +129,6 @@ class Tiling:
 
     @functools.cached_property
     def groups(self) -> int:
-        """Number of groups in the array."""
         return math.prod(scale_shape(self.shape, self.group_size))
 
     @functools.cached_property

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.core.compiled import compiled
+from optax_lowmem._src.core.typing import Arrays
 
 
 def check_choice(name: str, value: object, choices: Iterable[str | None]) -> None:
@@ -67,12 +68,7 @@ def _check_real(name: str, value: object, error: str) -> None:
 
 
 def as_f32(name: str, value: object) -> jax.Array:
-    """Convert a hyperparameter to an f32 scalar.
-
-    Raises:
-      TypeError: for a 16-bit value, a schedule, an array, or None (from a schedule without a return
-        statement).
-    """
+    """Convert a hyperparameter to an f32 scalar; raises for 16-bit values, schedules and arrays."""
     if value is None:
         raise TypeError(f"the schedule of {name} returned None: let it return a number.")
     if callable(value):
@@ -113,11 +109,7 @@ def bias_correction(name: str, decay: float | jax.Array, step: jax.Array) -> jax
 
 @dataclasses.dataclass(frozen=True)
 class PowerDecay:
-    r"""The decay 1 - t^-power of step t = count + 1, as an optax schedule.
-
-    Attributes:
-      power: lambda, in (0, 1].
-    """
+    r"""The decay 1 - t^-power of step t = count + 1, as an optax schedule."""
 
     power: float
 
@@ -147,15 +139,14 @@ class PowerDecay:
 class Formula:
     """Computes the hyperparameters of a step from the count before it.
 
-    Attributes:
-      function: a module-level function of `arguments` and the count.
-      arguments: numbers, arrays, schedules, and other formulas.
+    `function`, at module level, takes `arguments` (numbers, arrays, schedules, other formulas) and
+    the count.
     """
 
-    function: Callable[..., dict[str, jax.Array]]
+    function: Callable[..., Arrays]
     arguments: tuple[Any, ...] = ()
 
-    def __call__(self, count: jax.Array) -> dict[str, jax.Array]:
+    def __call__(self, count: jax.Array) -> Arrays:
         """Return f32 scalars; a user's schedule is called outside of `compiled`."""
         schedules = [value for value in jax.tree.leaves(self.arguments) if callable(value)]
         if not all(isinstance(schedule, PowerDecay) for schedule in schedules):

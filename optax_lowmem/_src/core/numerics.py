@@ -36,18 +36,13 @@ class Approximations:
     """Arithmetic of a backend's kernels: reciprocal, log2 and exp2 as single instructions.
 
     These instructions flush subnormal operands and results to 0.
-
-    Attributes:
-      reciprocal: 1 / y, accurate to 2^-23; None if the kernel divides.
-      log2: accurate to 2^-22 in [1/2, 2], elsewhere to a relative 2^-22.
-      exp2: accurate to 2^-22.
-      gpu: whether every computed NaN is 0x7fffffff, and uint32 converts to f32.
     """
 
+    # 1 / y, accurate to 2^-23; None if the kernel divides
     reciprocal: Elementwise | None = jnp.reciprocal
-    log2: Elementwise = _log2
-    exp2: Elementwise = jnp.exp2
-    gpu: bool = True
+    log2: Elementwise = _log2  # accurate to 2^-22 in [1/2, 2], elsewhere to a relative 2^-22
+    exp2: Elementwise = jnp.exp2  # accurate to 2^-22
+    gpu: bool = True  # whether every computed NaN is 0x7fffffff, and uint32 converts to f32
 
 
 # the arithmetic of the kernel whose body is being traced: codecs and rules, which XLA and kernels
@@ -196,11 +191,7 @@ _PORTABLE = Approximations()
 
 @contextlib.contextmanager
 def kernel_arithmetic(approximations: Approximations = _PORTABLE) -> Iterator[None]:
-    """Trace the code inside as the body of a kernel.
-
-    Args:
-      approximations: the backend's arithmetic.
-    """
+    """Trace the code inside as the body of a kernel, with the arithmetic of its backend."""
     token = _approximations.set(approximations)
     try:
         yield
@@ -289,9 +280,6 @@ def forbid_differentiation(tree: Tree) -> Tree:
 
     JAX gives integers no tangent, and roundings none or the identity's, so that gradients through
     a state would silently lack a term.
-
-    Raises:
-      TypeError: under `jax.grad` and `jax.jvp`, if a leaf depends on the differentiated arguments.
     """
     return tree
 
@@ -319,13 +307,9 @@ def first_order_only(
 ) -> Callable[..., Any]:
     """Make a function of a custom derivative rule raise if it is differentiated again.
 
-    Rounding has no derivative, so second derivatives would silently lack a term. The function must
-    not return an argument unchanged: JAX would then keep that array twice.
-
-    Args:
-      function: takes `static` static arguments, then arrays.
-      static: number of static arguments.
-      refuse: raises the error; its first arguments are the static ones.
+    Rounding has no derivative, so second derivatives would silently lack a term. The function takes
+    `static` static arguments, then arrays, and must not return an argument unchanged: JAX would
+    then keep that array twice. `refuse` raises the error; its first arguments are the static ones.
     """
     rule = jax.custom_jvp(function, nondiff_argnums=tuple(range(static)))
     rule.defjvp(refuse)

@@ -22,8 +22,7 @@ Packs = Mapping[str, list[str]]  # name of a pack (that of its first leaf) -> it
 class InPack:
     """Placeholder for a leaf whose elements are in its pack's vector.
 
-    Attributes:
-      pack: name of the pack, whose first leaf the vector replaces.
+    `pack` is the name of the pack, whose first leaf the vector replaces.
     """
 
     pack: str
@@ -53,17 +52,10 @@ def pack(tree: optax.Params, packs: Packs) -> Any:
 
 
 def unpacked(tree: object, like: Mapping[str, Shaped]) -> dict[str, Any]:
-    """Return the leaves of a tree by name, with packs split into their leaves.
+    """Return the leaves of a tree by name, with packs split into leaves of shapes as in `like`.
 
     A pack's 0-d placeholder becomes that of each leaf. A pack with leaves missing from `like` is
     not split.
-
-    Args:
-      tree: a tree with or without packs.
-      like: arrays with the shapes of its leaves, by name.
-
-    Raises:
-      ValueError: if a vector does not have as many elements as its leaves.
     """
     _, packs = layout(tree)
     named = dict(trees.named_leaves(tree))

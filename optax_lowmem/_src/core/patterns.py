@@ -6,14 +6,9 @@ from collections.abc import Iterable, Sequence
 
 
 def checked(what: str, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return patterns as a tuple.
+    """Return patterns as a tuple; raises unless they are a sequence of strings, not one string.
 
-    Args:
-      what: the argument that they are, which ends in its name.
-      patterns: a sequence of strings.
-
-    Raises:
-      TypeError: for anything else, such as one string.
+    `what` names the argument in errors, and ends in its name.
     """
     if isinstance(patterns, str):
         raise TypeError(
@@ -27,13 +22,7 @@ def checked(what: str, patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def unmatched(name: str, pattern: str, paths: Sequence[str]) -> str | None:
-    """Return an error message for a pattern that matches no path, or None.
-
-    Args:
-      name: how to call the pattern.
-      pattern: a glob.
-      paths: paths of parameters; the message has the nearest.
-    """
+    """Return an error message, with the nearest paths, for a pattern that matches none, or None."""
     if fnmatch.filter(paths, pattern):
         return None
     nearest = difflib.get_close_matches(pattern.replace("*", ""), paths, 3, cutoff=0)
@@ -41,17 +30,7 @@ def unmatched(name: str, pattern: str, paths: Sequence[str]) -> str | None:
 
 
 def matching(what: str, patterns: Iterable[str], paths: Sequence[str]) -> set[str]:
-    """Return the paths that match any pattern.
-
-    Args:
-      what: the argument that the patterns are.
-      patterns: globs.
-      paths: paths of parameters.
-
-    Raises:
-      TypeError: unless the patterns are a sequence of strings.
-      ValueError: for a pattern that matches no path.
-    """
+    """Return the paths that match any pattern; raises for a pattern that matches none."""
     patterns = checked(what, patterns)
     for pattern in patterns:
         if error := unmatched(f"the pattern {pattern!r} of {what}", pattern, paths):

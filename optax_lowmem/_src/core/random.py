@@ -2,7 +2,7 @@
 
 The result does not depend on sharding, device, masking or recompilation, and nothing is stored.
 Stochastic rounding combines R, a hash per group, with C, a hash per lane of it: see `uniforms`.
-The noise of `gaussws` is made from `words`.
+The noise of `gaussws` is made from `draw_words`.
 """
 
 import zlib
@@ -54,14 +54,10 @@ def named_key(seed: jax.Array, step: jax.Array, names: np.ndarray | np.uint32) -
 
 
 def part_keys(keys: jax.Array, *starts: jax.Array) -> jax.Array:
-    """Return the keys of parts of leaves, which draw the bits that the whole leaf has there.
+    """Return the keys [..., 2] of R and C of parts of leaves, from the keys [...] of whole leaves.
 
-    Args:
-      keys: uint32 [...], keys of the whole leaves.
-      *starts: first index of each part along axis 0, 1, ... of the scales, integers [...] or [].
-
-    Returns:
-      uint32 [..., 2], the keys of R and of C.
+    A part draws the bits that the whole leaf has there. `starts` are the first index of each part
+    along axis 0, 1, ... of the scales.
     """
     rows = keys
     for axis, start in enumerate(starts):
@@ -76,13 +72,7 @@ def key_of_part(key: jax.Array, *starts: jax.Array) -> jax.Array:
 
 
 def element_keys(keys: jax.Array, place: jax.Array, group_size: int) -> jax.Array:
-    """Return `part_keys` of single elements of 1-d leaves, which may be inside a group.
-
-    Args:
-      keys: uint32 [leaves], keys of the whole leaves.
-      place: index of the element, an integer [].
-      group_size: number of neighbours that share R.
-    """
+    """Return `part_keys` of one element (`place`) of 1-d leaves, which may be inside a group."""
     rows = keys + (place // group_size).astype(jnp.uint32) * odd(0)
     lane = (place % group_size).astype(jnp.uint32) * jnp.uint32(_GOLDEN)
     # the key whose first lane has the bits of this lane
@@ -98,11 +88,9 @@ def _unmix(x: jax.Array) -> jax.Array:
 
 
 def row_and_lane_keys(keys: jax.Array, rank: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Return the keys of R and of C.
+    """Return the keys of R and of C: a whole leaf's key serves as both, `part_keys` gives pairs.
 
-    Args:
-      keys: keys of whole leaves (`leaf_key`), used for both; or pairs from `part_keys`.
-      rank: number of dimensions of keys of whole leaves; pairs have one more.
+    `rank` is the number of dimensions of keys of whole leaves; pairs have one more.
     """
     return (keys, keys) if keys.ndim == rank else (keys[..., 0], keys[..., 1])
 
@@ -141,7 +129,7 @@ def counter(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
 
 
 def word_keys(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the keys for `words`, from a key of `leaf_key` or a pair of `part_keys`."""
+    """Return the keys for `draw_words`, from a key of `leaf_key` or a pair of `part_keys`."""
     return word_keys_of(*row_and_lane_keys(key))
 
 
@@ -150,10 +138,10 @@ def word_keys_of(row_key: jax.Array, lane_key: jax.Array) -> tuple[jax.Array, ja
     return row_key, mix(lane_key ^ jnp.uint32(_WORD_SALT))
 
 
-def words(
+def draw_words(
     keys: tuple[jax.Array, jax.Array], coordinates: Sequence[jax.Array], count: int
 ) -> list[jax.Array]:
-    """Return `count` random uint32 for each place; those of any two places are independent.
+    """Draw `count` random uint32 for each place; those of any two places are independent.
 
     The counters of all keys and draws are in one cycle of 2^32 numbers, where those of large leaves
     overlap: a different tweak for each key and draw hashes equal counters to different numbers.
@@ -214,24 +202,16 @@ def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str 
     bits = (R[row, group] + C[lane]) odd(slot) mod 2^32, R and C strongly mixed: any two elements
     are independent over keys, so sums of rounding errors keep the variance of independent ones, and
     the cost is one addition and one multiplication per element. R and C serve all slots of a leaf.
-
-    Args:
-      key: a uint32 scalar, as from `leaf_key`, or a pair, as from `part_keys`.
-      shape: shape of the array.
-      group_size: number of neighbours on the last axis that share R.
-      slot: name of the leaf's slot.
+    The key is a uint32 scalar, as from `leaf_key`, or a pair, as from `part_keys`.
     """
     row, lane = seeds(key, shape, group_size)
     return slot_uniforms(row, lane, group_size, slot)
 
 
 def round_bits(x: jax.Array, key: jax.Array, dropped: int) -> jax.Array:
-    """Set the lowest bits of f32 to zero, rounding stochastically and without bias.
+    """Set `dropped` (at most 23) bits of f32 to zero, rounding stochastically and without bias.
 
-    Args:
-      x: f32 values of any shape; NaN and infinities are unchanged.
-      key: a uint32 key, as from `leaf_key`.
-      dropped: number of bits to drop, at most 23.
+    NaN and infinities are unchanged. The key is as from `leaf_key`.
     """
     shape = x.shape if x.ndim else (1,)
     drawn = uniforms(key, shape, _ROUND_GROUP).reshape(x.shape)

@@ -39,12 +39,7 @@ def axes_of(spec: PartitionSpec, rank: int) -> list[Axes]:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The sharding of an array.
-
-    Attributes:
-      mesh: the device mesh.
-      axes: the mesh axes that shard each dimension.
-    """
+    """The sharding of an array: its mesh, and the mesh axes that shard each dimension."""
 
     mesh: Mesh | AbstractMesh
     axes: tuple[Axes, ...]
@@ -69,8 +64,7 @@ class Placement:
     def starts(self, sizes: Sequence[int]) -> list[jax.Array]:
         """Return the first index of this device's shard along each axis, in a `shard_map`.
 
-        Args:
-          sizes: size of a shard along each axis, in the unit of the index (elements or groups).
+        `sizes` are those of a shard, in the unit of the index (elements or groups).
         """
         return [
             lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size) if axes else jnp.uint32(0)
@@ -88,15 +82,10 @@ class Placement:
     def of_state(
         self, whole: tuple[int, ...], shape: tuple[int, ...], group_sizes: Iterable[int]
     ) -> NamedSharding:
-        """Return the sharding of a state array of a parameter.
+        """Return the sharding of a state array, of shape `shape`, of a parameter of shape `whole`.
 
         It is the parameter's, but replicated along axes whose shards would cut through a group or a
         head, and fully replicated if the number of dimensions differs.
-
-        Args:
-          whole: shape of the parameter.
-          shape: shape of the state array.
-          group_sizes: group sizes of the parameter's compressed slots.
         """
         sizes = frozenset(group_sizes)
         axes: list[Axes] = []
@@ -124,17 +113,9 @@ class Placement:
 def placement(
     path: str, shape: tuple[int, ...], sharding: Sharding, mesh: Mesh | AbstractMesh
 ) -> Placement:
-    """Check the sharding of an array, and return it as a `Placement`.
+    """Check the sharding of an array, and return it as a `Placement`; `mesh` is of a PartitionSpec.
 
-    Args:
-      path: name of the array, for errors.
-      shape: global shape of the array.
-      sharding: a NamedSharding, a PartitionSpec, or None if it is replicated.
-      mesh: mesh of a PartitionSpec.
-
-    Raises:
-      ValueError: if the mesh lacks an axis, or an axis is named twice or does not divide its
-        dimension.
+    Raises if the mesh lacks an axis, or an axis is named twice or does not divide its dimension.
     """
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding or PartitionSpec()
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else mesh
@@ -177,11 +158,7 @@ def state_sharding(
 
 
 def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | AbstractMesh:
-    """Return the mesh of some NamedShardings and PartitionSpecs.
-
-    Raises:
-      ValueError: if neither `mesh`, a NamedSharding nor `jax.set_mesh` gives one.
-    """
+    """Return the mesh of some shardings: that given, of a NamedSharding, or of `jax.set_mesh`."""
     if mesh is not None:
         return mesh
     for sharding in shardings:
@@ -203,11 +180,7 @@ def replicated(tree: object) -> jax.sharding.Sharding:
 
 
 def sharding_leaves(params: optax.Params, shardings: object) -> list[Sharding]:
-    """Return the leaves of a tree of shardings: NamedShardings, PartitionSpecs or None.
-
-    Raises:
-      ValueError: if it does not have the parameters' structure, or has another kind of sharding.
-    """
+    """Return the leaves of a tree like the parameters of NamedShardings, PartitionSpecs or None."""
     names = [name for name, _ in trees.named_leaves(params)]
     result = jax.tree_util.tree_leaves_with_path(
         shardings, is_leaf=lambda n: n is None or isinstance(n, NamedSharding | PartitionSpec)
@@ -245,11 +218,7 @@ def placements(params: optax.Params, shardings: object, mesh: Mesh | None) -> di
 
 
 def sharding_of(x: object) -> NamedSharding | None:
-    """Return the sharding in the type of an array; None without Explicit axes.
-
-    Args:
-      x: an array, a `jax.ShapeDtypeStruct`, or another object, for which the result is None.
-    """
+    """Return the sharding in the type of an array; None for others, and without Explicit axes."""
     # a concrete array's sharding has its devices, needed outside of `jax.set_mesh`
     typed = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
     sharding = getattr(typed, "sharding", None)
@@ -267,9 +236,7 @@ def placement_of(path: str, x: Shaped) -> Placement | None:
 def sharding_of_values(codes: Any, length: int) -> NamedSharding | None:
     """Return the sharding of decoded values, which follows the codes'; None without Explicit axes.
 
-    Args:
-      codes: the codes of a slot.
-      length: length of the values' last axis; a byte of codes may hold several values.
+    `length` is of the values' last axis; a byte of codes may hold several values.
     """
     sharding = sharding_of(codes)
     if sharding is None or codes.shape[-1] == length:
@@ -283,15 +250,7 @@ def sharding_of_values(codes: Any, length: int) -> NamedSharding | None:
 def filled_like(
     path: str, x: Any, form: jax.ShapeDtypeStruct, group_size: int, value: Any
 ) -> jax.Array:
-    """Return a constant state array of parameter `x`, with a sharding that follows `x`'s.
-
-    Args:
-      path: the parameter's name.
-      x: the parameter.
-      form: shape and dtype of the array.
-      group_size: number of neighbours of the parameter's last axis that share a scale.
-      value: a number, or a 0-d array.
-    """
+    """Return a constant state array of parameter `x`, with a sharding that follows `x`'s."""
     if form.shape == x.shape:
         return jnp.full_like(x, value, dtype=form.dtype)
     given = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
@@ -317,13 +276,8 @@ def reshard_like(tree: Tree, other: object) -> Tree:
 def left_to_xla(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
     """Call function(*args) with Explicit axes as Auto: XLA chooses the shardings inside.
 
-    Args:
-      function: takes trees of arrays; it must not close over arrays.
-      shardings: a tree like the result, of NamedShardings; None means replicated.
-      *args: trees of arrays.
-
-    Returns:
-      The result, with these shardings if the types of `args` have Explicit axes.
+    The function must not close over arrays. If the types of `args` have Explicit axes, the result
+    has these shardings: a tree like it of NamedShardings, or None for replicated.
     """
     leaves = jax.tree.leaves(args)
     mesh = next((s.mesh for s in map(sharding_of, leaves) if s is not None), None)
@@ -345,13 +299,7 @@ def on_each_device(
 ) -> Any:
     """Call `function` with each device's shards of `args`, by `shard_map`.
 
-    Args:
-      function: takes a device's shards.
-      mesh: the device mesh.
-      typed: whether the mesh's axes are Explicit; `args` are then resharded to `specs`.
-      specs: PartitionSpecs, in a tree like `args`.
-      out_specs: PartitionSpecs of the results.
-      *args: trees of arrays.
+    If the mesh's axes are Explicit (`typed`), `args` are resharded to `specs` before.
     """
     if typed:
         args = jax.tree.map(lambda spec, x: reshard(x, NamedSharding(mesh, spec)), specs, args)

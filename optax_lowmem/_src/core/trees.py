@@ -37,15 +37,9 @@ def some_of(paths: Sequence[str], shown: int = 3) -> str:
 def named_leaves(
     tree: object, name_of: Callable[[tuple[Any, ...]], str] = path_name, what: str = "here"
 ) -> list[tuple[str, Any]]:
-    """Return (name, leaf) pairs in flattening order.
+    """Return (name, leaf) pairs in flattening order; raises if two leaves have the same name.
 
-    Args:
-      tree: any pytree.
-      name_of: returns the name of a leaf from its key path.
-      what: where these names are used, for the error.
-
-    Raises:
-      ValueError: if two leaves have the same name.
+    `name_of` returns a name from a key path; `what` says in the error where the names are used.
     """
     named = jax.tree_util.tree_leaves_with_path(tree)
     known: dict[str, tuple[Any, ...]] = {}
@@ -64,10 +58,7 @@ def named_leaves(
 def check_transformation(tx: object, call: str, params: object = None) -> None:
     """Raise unless `tx` is an optax transformation, and `params` contain no state of ours.
 
-    Args:
-      tx: what was passed as an optimizer.
-      call: how to pass it; ends the error message.
-      params: what was passed as parameters.
+    `call` says how to pass it, at the end of the error.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(
@@ -81,11 +72,7 @@ def check_transformation(tx: object, call: str, params: object = None) -> None:
 
 
 def wrapped(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return `inner` with an `update` that takes extra arguments.
-
-    Raises:
-      TypeError: if `inner` is not an optax transformation.
-    """
+    """Return `inner` with an `update` that takes extra arguments."""
     check_transformation(inner, "wrap an instance, such as optax.adam(1e-3).")
     return optax.with_extra_args_support(inner)
 
@@ -128,12 +115,7 @@ def with_values(params: optax.Params) -> optax.Params:
 
 
 def match(what: str, tree: optax.Updates, params: optax.Params) -> list[jax.Array]:
-    """Return the leaves of `tree`, which must be real, with the structure and shapes of `params`.
-
-    Raises:
-      ValueError: if a leaf is missing, extra or has another shape.
-      TypeError: if a leaf is complex.
-    """
+    """Return the leaves of `tree`; raise unless real, with the structure and shapes of `params`."""
     like: Any = jax.tree.structure(params)
     if like != jax.tree.structure(tree) and (differs := difference(_names(params), _names(tree))):
         raise ValueError(
@@ -223,10 +205,7 @@ def chosen(choice: Any, params: optax.Params) -> Any:
 def check_mask(name: str, mask: object, instead: str) -> None:
     """Raise for a mask with strings, such as the name of a parameter.
 
-    Args:
-      name: the argument that the mask is.
-      mask: an optax-style mask, or what was passed as one.
-      instead: how to select parameters by a name; a format with the string.
+    `instead`, a format with the string, says how to select parameters by a name.
     """
     for leaf in jax.tree.leaves(mask):
         if isinstance(leaf, str):
@@ -237,12 +216,7 @@ def check_mask(name: str, mask: object, instead: str) -> None:
 
 
 def mask_values(what: str, mask: optax.MaskOrFn, params: optax.Params) -> list[bool]:
-    """Return the value of an optax-style mask for each leaf of `params`, in order.
-
-    Raises:
-      ValueError: if the mask has another structure.
-      TypeError: for a function that returns None, and for values that are not one bool per leaf.
-    """
+    """Return the value of an optax-style mask for each leaf of `params`, in order."""
     tree = chosen(mask, params)
     if tree is None:
         raise TypeError(f"the function of {what} returned None: let it return a tree of bools.")
@@ -281,15 +255,13 @@ def holds(tree: object, test: Callable[[object], bool]) -> bool:
 def keep_dtypes(old: Tree, new: Tree, given: optax.Updates | None = None) -> Tree:
     """Cast a new state to the dtypes of the old one, which f32 gradients would change.
 
-    Args:
-      old: the state before.
-      new: the state after.
-      given: the original gradients; if none is 16-bit, dtypes are not kept, as in optax.
+    If none of the `given` gradients is 16-bit, dtypes are not kept, as in optax.
     """
     before: Any = jax.tree.structure(old)
     if before != jax.tree.structure(new):
         return new
-    if given is not None and not any(map(_is_narrow, jax.tree.leaves(given))):
+    leaves = jax.tree.leaves(given)
+    if given is not None and not any(numerics.is_narrow(jnp.result_type(x)) for x in leaves):
         return new
 
     def kept(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -298,19 +270,13 @@ def keep_dtypes(old: Tree, new: Tree, given: optax.Updates | None = None) -> Tre
     return jax.tree.map(kept, old, new)
 
 
-def _is_narrow(leaf: object) -> bool:
-    return hasattr(leaf, "dtype") and numerics.is_narrow(leaf.dtype)
-
-
 def states_with(
     state: optax.OptState, field: str, test: Callable[[object], bool] = is_named_tuple
 ) -> Iterator[Any]:
     """Yield every NamedTuple with a given field inside an optimizer state, through any wrapper.
 
-    Args:
-      state: state of an optimizer.
-      field: name of the field.
-      test: `is_ours` for a field of ours, since a NamedTuple of weights may have the same field.
+    The test is `is_ours` for a field of ours, since a NamedTuple of weights may have the same
+    field.
     """
     result = jax.tree.leaves(state, is_leaf=lambda n: test(n) and field in n._fields)
     for node in result:
@@ -324,9 +290,7 @@ def states_with(
 def is_state(node: object, slot: str = "") -> bool:
     """Return whether a node of a state is itself a state, not weights held in a NamedTuple.
 
-    Args:
-      node: a part of a state.
-      slot: the field that holds it; outside of any field ("other") every NamedTuple is a state.
+    `slot` is the field that holds it; outside of any field ("other") every NamedTuple is a state.
     """
     named = type(node).__name__.endswith(("State", "Schedule"))  # as all states of optax are named
     return is_named_tuple(node) and (named or slot == "other")
@@ -360,12 +324,7 @@ def _has_states(node: object, slot: str) -> bool:
 
 
 def widened(tree: Tree, floats_only: bool = False) -> Tree:
-    """Convert the arrays of a tree to f32; shapes give shapes.
-
-    Args:
-      tree: a tree of arrays.
-      floats_only: convert 8- and 16-bit floats only.
-    """
+    """Convert the arrays of a tree, or only those of narrow floats, to f32; shapes give shapes."""
 
     def wide(x: Any) -> Any:
         if floats_only and not numerics.is_narrow(x.dtype):

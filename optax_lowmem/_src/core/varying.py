@@ -51,8 +51,7 @@ def alike(*trees: Any) -> tuple[Any, ...]:
 def mean_of_leaf(x: jax.Array) -> jax.Array:
     """Return the mean over a whole leaf, also inside a `shard_map` that sees one shard of it.
 
-    Raises:
-      ValueError: inside a `shard_map` that does not track which values vary between devices.
+    Raises inside a `shard_map` that does not track which values vary between devices.
     """
     mean = jnp.mean(x)
     axes = tuple(sorted(axes_of(x)))
@@ -76,13 +75,7 @@ def _check_known(what: str) -> None:
 
 
 def check_whole(path: str, tree: object, needed: str) -> None:
-    """Raise inside a `shard_map` if a leaf's arrays may be shards.
-
-    Args:
-      path: the leaf's name.
-      tree: the leaf's arrays.
-      needed: what needs the whole leaf.
-    """
+    """Raise inside a `shard_map` if a leaf's arrays may be shards; `needed` needs all of it."""
     axes = axes_of(tree)
     if axes:
         raise ValueError(

@@ -143,18 +143,10 @@ def row(w: jax.Array, like: jax.Array) -> jax.Array:
 def store_normed_plain(
     x: jax.Array, scale: jax.Array, eps: float, group_size: int, exact: bool, keep: bool = True
 ) -> tuple[Grouped | None, jax.Array, jax.Array]:
-    """Quantize the input of RMSNorm, and compute the largest magnitude of its output.
+    """Quantize the input [..., n] of RMSNorm, and compute the largest magnitude of its output.
 
-    Args:
-      x: [..., n].
-      scale: [n].
-      eps: added under the square root.
-      group_size: of the quantized input.
-      exact: whether the norm is computed from x; otherwise from the quantized x.
-      keep: whether to return the quantized x; False requires `exact`.
-
-    Returns:
-      (quantized x or None, 1 / RMS of rows [..., 1], largest magnitude of the output [1, ..., 1]).
+    If not `exact`, the norm is computed from the quantized x. Returns (quantized x, or None if not
+    `keep`; 1 / RMS of rows [..., 1]; largest magnitude of the output [1, ..., 1]).
     """
     stored = store(x, group_size)
     given = numerics.widen(x) if exact else restore(stored, group_size)
@@ -178,15 +170,9 @@ def store_gated_plain(
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
     """Quantize the inputs of an activation function, and compute its output's largest magnitude.
 
-    Args:
-      given: gate [..., n], or gate and up.
-      activation: a key of ACTIVATIONS.
-      group_size: of the quantized inputs.
-      exact: whether the output is computed from the inputs; otherwise from the quantized inputs.
-      keep: whether to return the quantized inputs; False requires `exact`.
-
-    Returns:
-      (each input quantized, largest magnitude of the output [1, ..., 1]).
+    `given` is gate [..., n], or gate and up. If not `exact`, the output is computed from the
+    quantized inputs. Returns (each input quantized, largest magnitude [1, ..., 1]); inputs that are
+    not to `keep` are not quantized, which requires `exact`.
     """
     stored = tuple(store(x, group_size) for x in given)
     if exact:
@@ -211,12 +197,9 @@ def lowers(activation: str) -> bool:
 def supported(
     x: jax.Array | jax.ShapeDtypeStruct, group_size: int, whole_rows: bool = False
 ) -> str | None:
-    """Return why the kernels cannot store this array, or None if they can.
+    """Return why the kernels cannot store this array, or its shape, or None if they can.
 
-    Args:
-      x: [..., n], or its `jax.ShapeDtypeStruct`.
-      group_size: number of neighbours on the last axis that share a scale.
-      whole_rows: whether one program needs a whole row, as norms do.
+    With `whole_rows` one program needs a whole row, as in norms.
     """
     reason = platform.no_array_reason(x)
     if reason is not None:
@@ -296,12 +279,7 @@ def transposes_reason(
 ) -> str | None:
     """Return why XLA computes the sum over tokens of X^T G, or None if a kernel does.
 
-    The kernel takes transposed codes.
-
-    Args:
-      x: codes [..., k], or the array that is quantized.
-      g: codes [..., m].
-      dtype: of the product.
+    The kernel takes transposed codes of x; x may also be the array that is quantized.
     """
     reason = platform.no_kernel_reason(x) or platform.no_backend_reason()
     if reason is not None:
@@ -343,17 +321,11 @@ def quantized_for_products(
 ) -> tuple[Quantized, jax.Array | None]:
     """Quantize a function's result, and transpose the codes if `multiply_over_tokens` takes these.
 
-    Args:
-      function: hashable; an elementwise function of f32 arrays that broadcast to the first one.
-      given: the arguments: the first [..., n]; the others of the same shape, or with size 1 on the
-        last axis or on all others.
-      absmax: largest magnitude of the result.
-      over_tokens: whether `multiply_over_tokens` may be called.
-      now: whether one kernel writes both and reads the arguments once. Otherwise a separate kernel
-        transposes, which XLA removes if its result is not used.
-
-    Returns:
-      The codes and their scale; the codes as [n, ...], or None.
+    Returns the codes and their scale, and the codes as [n, ...], or None. The function is hashable
+    and elementwise, of f32 arrays that broadcast to the first one [..., n]: they have its shape, or
+    size 1 on the last axis or on all others. `absmax` is the largest magnitude of its result. With
+    `now` one kernel writes both and reads the arguments once. Otherwise a separate kernel
+    transposes, which XLA removes if its result is not used.
     """
     shape, dtype = given[0].shape, given[0].dtype
 
@@ -408,16 +380,7 @@ def multiply_over_tokens(
     dtype: jnp.dtype,
     sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[Quantized, jax.Array]:
-    """Quantize G, and return it with X^T G, the gradient of a weight.
-
-    Args:
-      x: codes [..., k] with one scale, or already transposed.
-      g: [..., m].
-      absmax: largest magnitude of g.
-      to: the format of g's codes.
-      dtype: of the product.
-      sharding: of the product, on a mesh with Explicit axes.
-    """
+    """Quantize G, and return it with X^T G, the gradient of a weight; x may be transposed."""
     sums = g.ndim - 1
 
     def plain(

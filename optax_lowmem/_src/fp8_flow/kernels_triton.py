@@ -247,13 +247,8 @@ def quantize_both(
 ) -> tuple[Quantized, jax.Array]:
     """Compute `kernels.quantized` of a matrix and the transpose of its codes, reading x once.
 
-    Args:
-      x: [rows, columns].
-      absmax: largest magnitude of the quantized values.
-      to: the format.
-      backend: as in `gpu_kernel.launch`.
-      function: computes the values to quantize from f32 x and `beside`; None: they are x.
-      beside: further arguments: matrices, or [1, columns] or [rows, 1] if x has several of these.
+    `function` computes the values to quantize from f32 x and `beside`, matrices, or [1, columns] or
+    [rows, 1] if x has several of these; None: they are x. `absmax` is their largest magnitude.
     """
     shapes = (x.shape, to.dtype), ((1,), jnp.float32), (x.shape[::-1], to.dtype)
     out = [result_like(x, *shape) for shape in shapes]

@@ -150,13 +150,7 @@ class Fp8Attention(nnx.Module):
 
 
 class Fp8Mlp(nnx.Module):
-    """Projections of SwiGLU.
-
-    Args:
-      width: of the residual stream.
-      hidden: width of the MLP.
-      make: as in `Fp8Attention`.
-    """
+    """Projections of SwiGLU; `make` as in `Fp8Attention`."""
 
     def __init__(self, width: int, hidden: int, make: Callable[..., nnx.Module]):
         self.gate_proj = make(width, hidden)

@@ -85,10 +85,7 @@ def format_of(name: str) -> Format | None:
 class ArrayFunction:
     """A hashable function of arrays whose result is cast to the dtype of the first one.
 
-    Attributes:
-      function: takes `static`, then the arrays.
-      static: hashable.
-      wide: whether the arrays are first cast to f32.
+    It takes `static`, then the arrays, which are first cast to f32 if `wide`.
     """
 
     function: Callable[..., jax.Array]
@@ -105,12 +102,7 @@ class ArrayFunction:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """Recomputation of an activation from saved arrays.
-
-    Attributes:
-      formula: the function of `given` that returns the activation.
-      given: arrays that the backward pass saves anyway.
-    """
+    """Recomputation of an activation from arrays (`given`) that the backward pass saves anyway."""
 
     formula: ArrayFunction = dataclasses.field(metadata={"static": True})
     given: tuple[jax.Array, ...]
@@ -166,19 +158,10 @@ def coded(
     keep: bool,
     in_kernel: bool = True,
 ) -> tuple[Coded, T]:
-    """Compute an activation and quantize it for matrix products.
+    """Compute an activation, quantized for matrix products; returns it and `stored`.
 
-    Args:
-      recipe: also that of the products.
-      function: an elementwise function of `given`.
-      given: arrays that broadcast to the first one.
-      absmax: largest magnitude of the result.
-      stored: residuals of the backward pass.
-      keep: whether there is a backward pass.
-      in_kernel: whether GPU kernels can compute the function.
-
-    Returns:
-      The activation, and `stored`.
+    `function` is elementwise, of arrays that broadcast to the first one, with a result of largest
+    magnitude `absmax`; `stored` are residuals of the backward pass, if there is one (`keep`).
     """
     over_tokens, now = format_of(recipe.weight_gradient) is not None, keep and in_kernel
     codes, transposed = quantized_for_products(function, given, absmax, over_tokens, now)

@@ -90,14 +90,10 @@ class Cut:
         return fits
 
     def devices(self, *axes: str | None) -> np.ndarray:
-        """Return the numbers of the devices that have each combination of parts.
+        """Return the numbers of the devices that have each combination of parts of an array's axes.
 
-        Args:
-          *axes: the names of an array's axes; None for one that is not cut.
-
-        Returns:
-          An array with one dimension for each axis, of the axis' number of parts, and a last one:
-          the devices that have this combination of parts.
+        The result has one dimension for each axis, of the axis' number of parts (1 for None, an
+        axis that is not cut), and a last one: the devices that have this combination.
         """
         cut = [axis for axis in axes if axis in self.places]
         rest = [axis for axis in self.places if axis not in cut]
@@ -123,11 +119,8 @@ class Cut:
         """Return the cut of the result of `sum`, and have `sum` return these parts.
 
         If one more axis is to be cut over the devices whose arrays are added, each device gets only
-        its part of the sum (reduce-scatter), which moves half of the bytes.
-
-        Args:
-          names: of the result's axes.
-          wanted: as `places`, of the axes of the result that XLA cuts.
+        its part of the sum (reduce-scatter), which moves half of the bytes. `wanted`, as `places`,
+        has the axes of the result that XLA cuts.
         """
         result = Cut(self._count)
         result.places = {axis: self.places[axis] for axis in names if axis and axis in self}
@@ -176,11 +169,9 @@ class Cut:
         return lax.dynamic_slice_in_dim(x, start, size, d)
 
     def max(self, x: jax.Array, *axes: str) -> jax.Array:
-        """Return the maximum over all parts of some axes.
+        """Return the maximum over all parts of some axes of f32 values without a sign bit.
 
-        Args:
-          x: f32 values without a sign bit, of which NaN counts as the largest.
-          *axes: names of the axes.
+        NaN counts as the largest.
         """
         groups = self.groups(axes)
         if not groups:
@@ -193,9 +184,7 @@ class Cut:
     def starts(self, names: Names, sizes: Sequence[int]) -> list[jax.Array]:
         """Return the index at which this device's part begins along each axis.
 
-        Args:
-          names: of the axes.
-          sizes: size of one part along each axis, in the unit of the result.
+        `sizes` are those of one part, in the unit of the result.
         """
         here = lax.axis_index(EVERY)
         nowhere = np.zeros(self._count, np.uint32)
@@ -206,12 +195,9 @@ class Cut:
 
 
 class Axis(NamedTuple):
-    """An axis that may be cut.
+    """An axis that may be cut, between units: neighbours that must be on one device.
 
-    Attributes:
-      size: its length.
-      unit: number of neighbours that must be on one device, such as a group that has one scale:
-        an axis of 96 with groups of 32 can be cut into 3 parts, not into 2 or 4.
+    An axis of 96 with groups of 32, each with one scale, can be cut into 3 parts, not into 2 or 4.
     """
 
     size: int
@@ -344,17 +330,11 @@ def along_axes(
 ) -> Any:
     """Return kernel(*args) on a GPU or of parts on several GPUs, else plain(*args).
 
-    Args:
-      name: of the kernel.
-      kernel: as in `fallback.with_fallback`.
-      plain: likewise.
-      *args: likewise.
-      operands: names of the axes of each array of `args`.
-      results: likewise, of the result.
-      axes: the axes that may be cut; others are gathered.
-      part: (cut, *args) -> result: what a device computes of its parts; by default `kernel`, which
-        is right if no operation is along these axes.
-      adds: whether `part` returns `cut.sum` as the last result.
+    `operands` and `results` name the axes of each array of `args` and of the result; those in
+    `axes` may be cut, others are gathered. `part`, (cut, *args) -> result, is what a device
+    computes of its parts; by default `kernel`, which is right if no operation is along these axes.
+    `adds` says that it returns `cut.sum` as the last result. The other arguments are as in
+    `fallback.with_fallback`.
     """
     work = part if part is not None else lambda _, *args: kernel(*args)
     partition = _AlongAxes(name, work, args, operands, results, axes, adds)

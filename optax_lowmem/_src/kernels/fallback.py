@@ -46,12 +46,12 @@ def with_fallback(
     """
     types: list[Any] = []  # filled with one item, the types of the kernel's results
 
-    def first(*args: Any) -> Any:  # on the kernel's platform
+    def on_platform(*args: Any) -> Any:  # the kernel's
         result = on_one_device(kernel, several or plain, *args, partition=partition)
         types[:] = [jax.tree.map(jax.typeof, result)]
         return result
 
-    def second(*args: Any) -> Any:  # on all others, with results of the kernel's types
+    def elsewhere(*args: Any) -> Any:  # with results of the kernel's types
         if not types:  # called without a trace
             return plain(*args)
         leaves, treedef = jax.tree.flatten(args)
@@ -62,7 +62,7 @@ def with_fallback(
         )
         return jax.tree.unflatten(structure, result)
 
-    return jax.lax.platform_dependent(*args, default=second, **{name: first})
+    return jax.lax.platform_dependent(*args, default=elsewhere, **{name: on_platform})
 
 
 def on_one_device(
@@ -73,11 +73,7 @@ def on_one_device(
 ) -> Any:
     """Return kernel(*args) in a program for one device, else parts of it or several(*args).
 
-    Args:
-      kernel: a function of arrays, which is always traced.
-      several: as `plain` of `with_fallback`.
-      *args: pytrees of arrays.
-      partition: as of `with_fallback`.
+    The arguments are as in `with_fallback`; the kernel is always traced.
     """
     leaves, treedef = jax.tree.flatten(args)
     if is_eager(leaves):
@@ -183,12 +179,7 @@ def _is_for_one_device(context: Any) -> bool:
 
 
 def _batched(
-    operands: Sequence[Any],
-    axes: Sequence[Any],
-    kernel: Any,
-    several: _Flat,
-    count: int,
-    **_: Any,
+    operands: Sequence[Any], axes: Sequence[Any], kernel: Any, several: _Flat, count: int, **_: Any
 ) -> tuple[list[jax.Array], list[int]]:
     axes = tuple(axes)
     plain = jax.vmap(several, in_axes=axes[:count])

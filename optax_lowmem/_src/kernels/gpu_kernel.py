@@ -20,17 +20,13 @@ BACKENDS = ("pallas", "triton")  # first the one that needs only JAX
 
 
 class Run(NamedTuple):
-    """A range of indices along an axis of an array.
+    """A range of indices along an axis of an array."""
 
-    Attributes:
-      start: the first index; or an array of them, which gives the result one more axis.
-      size: the number of indices, a power of two.
-      vector: most neighbours that a thread loads at once, so that threads hold the same elements of
-        arrays of different dtypes.
-    """
-
+    # the first index; or an array of them, which gives the result one more axis
     start: jax.Array | int
-    size: int
+    size: int  # the number of indices, a power of two
+    # most neighbours that a thread loads at once, so that threads hold the same elements of arrays
+    # of different dtypes
     vector: int | None = None
 
     def indices(self) -> jax.Array:
@@ -49,10 +45,6 @@ class Operand(abc.ABC):
 
     It is indexed by `Run`s, each of which gives the result an axis, and integers; or by arrays of
     one shape.
-
-    Attributes:
-      shape: shape of the array.
-      dtype: dtype of its elements.
     """
 
     shape: tuple[int, ...]
@@ -62,15 +54,11 @@ class Operand(abc.ABC):
     def load(
         self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
     ) -> jax.Array:
-        """Load elements.
+        """Load elements by one index per axis: `other` where `mask` is False.
 
-        Args:
-          *index: one index per axis.
-          mask: which elements exist; None if all do.
-          other: value of elements that do not exist.
-          early: load before the operations that follow. Otherwise the assembler moves loads down to
-            their use, which exposes their latency. Not for data that many programs read: each load
-            would go to the same place of the L2 cache.
+        `early` loads before the operations that follow. Otherwise the assembler moves loads down to
+        their use, which exposes their latency. Not for data that many programs read: each load
+        would go to the same place of the L2 cache.
         """
 
     @abc.abstractmethod
@@ -79,11 +67,7 @@ class Operand(abc.ABC):
 
 
 class Program(abc.ABC):
-    """One program of a kernel's grid.
-
-    Attributes:
-      approximations: the backend's arithmetic; None for that of code outside of kernels.
-    """
+    """One program of a kernel's grid, with the arithmetic of its backend, if any."""
 
     approximations: Approximations | None
 

@@ -64,7 +64,6 @@ class Reference(Operand):
         return plgpu.load(self._at(index), mask=mask, other=nothing, volatile=early)
 
     def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
-        """Store elements."""
         plgpu.store(self._at(index), values, mask=mask)
 
 

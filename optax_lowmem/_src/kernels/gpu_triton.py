@@ -34,12 +34,7 @@ _program.def_abstract_eval(lambda *, axis: jax.core.ShapedArray((), jnp.int32))
 
 
 class _Traced(Operand):
-    """An array in the GPU's memory.
-
-    Attributes:
-      pointer: a scalar that stands for the array's pointer.
-      stored: results of all stores.
-    """
+    """An array in the GPU's memory: a scalar that stands for its pointer, and what is stored."""
 
     def __init__(self, like: Shaped | Operand, pointer: jax.Array, stored: list[jax.Array]) -> None:
         self.shape, self.dtype = like.shape, like.dtype
@@ -65,7 +60,6 @@ class _Traced(Operand):
     def load(
         self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
     ) -> jax.Array:
-        """Load elements."""
         at = self._offsets(index)
         masks = [] if mask is None else [jnp.broadcast_to(mask, at.shape)]
         return _load.bind(
@@ -74,7 +68,6 @@ class _Traced(Operand):
         )  # fmt: skip
 
     def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
-        """Store elements."""
         at = self._offsets(index)
         if values.dtype != self.dtype:
             raise TypeError(f"a kernel stores {values.dtype} in an array of {self.dtype}")
@@ -129,12 +122,7 @@ class _TracedProgram(Program):
 
 
 def traced(body: Body, arrays: Sequence[Shaped]) -> jex.core.ClosedJaxpr:
-    """Return the closed jaxpr of a program, a function of the pointers to its arrays.
-
-    Args:
-      body: the function of the program.
-      arrays: the arrays that it loads from and stores to, or their shapes and dtypes.
-    """
+    """Return the closed jaxpr of a program, a function of the pointers to its arrays."""
 
     def run(*pointers: jax.Array) -> list[jax.Array]:
         stored: list[jax.Array] = []
@@ -181,11 +169,7 @@ def missing(body: Body, arrays: Sequence[Shaped]) -> str | None:
 
 
 def source(
-    body: Body,
-    name: str,
-    parameters: Sequence[str],
-    names: Sequence[str],
-    arrays: Sequence[Shaped],
+    body: Body, name: str, parameters: Sequence[str], names: Sequence[str], arrays: Sequence[Shaped]
 ) -> str:
     """Return the source of a kernel.
 

@@ -31,16 +31,10 @@ def call(
 
     jax_triton 0.3 passes pointers to every operand, then to every result; aliases have equal
     pointers, and the kernel uses the operand's. 0.4 takes references to arrays that are written in
-    place, and passes their pointers once.
-
-    Args:
-      kernel: (names of the pointers in the order passed, name of each result's pointer) -> the
-        `triton.jit` function.
-      names: names of the operands' pointers.
-      operands: arrays.
-      outputs: shapes and dtypes of the results.
-      in_place: index of an operand -> index of the result that overwrites it.
-      options: options of `triton_call`, and the kernel's static arguments.
+    place, and passes their pointers once. So `kernel` takes the names of the pointers in the order
+    passed, and the name of each result's, and returns the `triton.jit` function. `in_place` maps an
+    operand to the result that overwrites it, by index; `options` are those of `triton_call`, and
+    the kernel's static arguments.
     """
     in_place = dict(in_place or {})
     owner = {result: names[operand] for operand, result in in_place.items()}

@@ -106,15 +106,10 @@ def _aval(x: jex.core.Var | jex.core.Literal) -> jax.core.ShapedArray:
 
 
 class Operation:
-    """An equation of a jaxpr with the names of its operands.
+    """An equation of a jaxpr with its operands as Triton expressions.
 
-    Attributes:
-      name: name of the primitive.
-      params: parameters of the primitive.
-      operands: Triton expressions.
-      avals: shape and dtype of each operand.
-      result: shape and dtype of the result.
-      fp8: whether the GPU has conversions to and from E4M3.
+    `avals` and `result` are shapes and dtypes; `fp8` says whether the GPU converts to and from
+    E4M3.
     """
 
     def __init__(self, eqn: Equation, operands: Sequence[str], fp8: bool):
@@ -376,13 +371,9 @@ def _literal(value: ArrayLike, dtype: DTypeLike) -> str:
 
 
 def function(closed: Jaxpr, name: str, parameters: Sequence[str], fp8: bool = True) -> str:
-    """Return the source of a `triton.jit` function.
+    """Return the source of a `triton.jit` function of a closed jaxpr (see `missing`).
 
-    Args:
-      closed: closed jaxpr of the function; see `missing`.
-      name: name of the function.
-      parameters: name of each input variable of the jaxpr.
-      fp8: whether the GPU has conversions to and from E4M3.
+    `parameters` are the names of its input variables; `fp8` is as in `Operation`.
     """
     writer = _Writer(fp8)
     results = writer.body(closed, parameters)

@@ -64,8 +64,7 @@ def available() -> bool:
 class Tiles:
     """How an array is cut.
 
-    Attributes:
-      devices: positions of devices in the program's order, [parts of each dimension..., copies].
+    `devices` are positions in the program's order, [parts of each dimension..., copies].
     """
 
     devices: np.ndarray
@@ -102,8 +101,7 @@ class Tiles:
     def starts(self, sizes: Sequence[int]) -> np.ndarray:
         """Return where each device's part begins, uint32 [devices, dimensions].
 
-        Args:
-          sizes: size of a part along each dimension, in the unit of the result.
+        `sizes` are those of a part along each dimension, in the unit of the result.
         """
         table = np.zeros((self.devices.size, len(sizes)), np.uint32)
         for at, device in np.ndenumerate(self.devices):
@@ -140,10 +138,8 @@ class Partition(abc.ABC):
     ) -> tuple[list[Tiles], list[Tiles], Callable[..., list[jax.Array]]]:
         """Return (tiles of operands, tiles of results, the work of a device).
 
-        Args:
-          given: how XLA would cut the operands; None where XLA leaves it open.
-          wanted: likewise, the results.
-          count: number of devices; a device's number is `jax.lax.axis_index(EVERY)`.
+        `given` and `wanted` are how XLA would cut the operands and the results; None where XLA
+        leaves it open. A device's number is `jax.lax.axis_index(EVERY)`.
         """
 
     def traced(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -172,11 +168,7 @@ def lower(
 ) -> Any:
     """Return the results of a partitioned call, as values of the program that is lowered.
 
-    Args:
-      ctx: of a program for which `can_lower` holds.
-      operands: values, one for each of `ctx.avals_in`.
-      partition: how the call is cut.
-      kernel: the jaxpr of the call with whole operands.
+    `can_lower` holds for the program; `kernel` is the jaxpr of the call with whole operands.
     """
     module: Any = ctx.module_context
     count = module.axis_context.num_devices

@@ -176,10 +176,7 @@ def no_backend_reason(name: str | None = None) -> str | None:
 def no_array_reason(x: Any, shape: tuple[int, ...] | None = None, dtype: Any = None) -> str | None:
     """Return the reason why no kernel of either backend processes an array of floats, or None.
 
-    Args:
-      x: the array, or its `jax.ShapeDtypeStruct`.
-      shape: the shape that is processed, if it is not x's.
-      dtype: its dtype, likewise.
+    `shape` and `dtype` are those that are processed, if they are not x's.
     """
     reason = no_kernel_reason(x) or no_backend_reason()
     if reason is not None:

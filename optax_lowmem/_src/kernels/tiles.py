@@ -19,23 +19,14 @@ VECTOR = 8  # neighbours that a thread loads at once
 
 
 class Form(NamedTuple):
-    """The static properties of a tile, on which a kernel's code depends.
-
-    Attributes:
-      rows: rows of the tile.
-      lanes: lanes of the tile.
-      vector: most neighbours that a thread loads at once.
-      flat: whether all groups are full, so that the array is [groups, lanes].
-      alignment: a divisor of the offsets and sizes of all groups.
-      masked: whether elements of the last tile are missing.
-    """
+    """The static properties of a tile, on which a kernel's code depends."""
 
     rows: int
     lanes: int
-    vector: int
-    flat: bool
-    alignment: int
-    masked: bool
+    vector: int  # most neighbours that a thread loads at once
+    flat: bool  # whether all groups are full, so that the array is [groups, lanes]
+    alignment: int  # a divisor of the offsets and sizes of all groups
+    masked: bool  # whether elements of the last tile are missing
 
     @classmethod
     def of(cls, tilings: Sequence[Tiling], codes_per_byte: int = 1) -> "Form":
@@ -59,36 +50,24 @@ class Place:
     """The elements of a tile, with one group per row, in a view of an array.
 
     The view is [groups, lanes] if the form is flat, else 1-d; see `Tiling.element_view`.
-
-    Attributes:
-      form: the form of the tile.
-      first: index of its first group.
-      count: number of groups in the array.
-      begin: [rows] offset of each group in units of `form.alignment`; None if the form is flat.
-      size: [rows] number of its elements in these units; 0 beyond the end of the array.
     """
 
     form: Form
-    first: jax.Array
-    count: jax.Array
+    first: jax.Array  # index of its first group
+    count: jax.Array  # number of groups in the array
+    # [rows] offset of each group in units of `form.alignment`; None if the form is flat
     begin: jax.Array | None
+    # [rows] number of its elements in these units; 0 beyond the end of the array
     size: jax.Array | None
 
     @classmethod
     def of(
-        cls,
-        tiling: Tiling,
-        tile: jax.Array,
-        codes_per_byte: int = 1,
-        shared: Sequence[Tiling] = (),
+        cls, tiling: Tiling, tile: jax.Array, codes_per_byte: int = 1, shared: Sequence[Tiling] = ()
     ) -> "Place":
-        """Return the place of a tile.
+        """Return the place of a tile, by its number.
 
-        Args:
-          tiling: tiling of the array, or of what it has the codes of.
-          tile: number of the tile.
-          codes_per_byte: 1 but for an array of packed codes.
-          shared: tilings of all arrays whose tiles have the same code.
+        `shared` are the tilings of all arrays whose tiles have the same code. With several codes
+        per byte, `tiling` is of the values, and the place is in the packed codes.
         """
         form, tiling = Form.of(shared or [tiling], codes_per_byte), tiling.of_bytes(codes_per_byte)
         first, count = tile * jnp.int32(tiling.rows), jnp.int32(tiling.groups)
@@ -195,10 +174,7 @@ def within_groups(tiling: Tiling, block: Block) -> bool:
 def block_numbers(tiling: Tiling, block: Block, tile: jax.Array) -> jax.Array:
     """Return the number of each group's block, [rows, 1], or of each element's, [rows, lanes].
 
-    Args:
-      tiling: tiling of the leaf.
-      block: one of the parts of the leaf's block.
-      tile: number of the tile.
+    `block` is one of the parts of the leaf's block.
     """
     values, size = block.mean_shape(tiling.shape), tiling.group_size
     positions = [index[:, None] for index in _coordinates(tiling, tile)]

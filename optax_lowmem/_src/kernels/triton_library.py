@@ -106,12 +106,7 @@ def of_e5m2(x):
 
 
 def compiled_from(source: str, name: str) -> Any:
-    """Return the `triton.jit` function `name` of a source.
-
-    Args:
-      source: source of the function, which may use the names of this module.
-      name: name of the function.
-    """
+    """Return the `triton.jit` function `name` of a source, which may use this module's names."""
     file = f"<{name} {hash(source):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names = {**globals()}

@@ -235,25 +235,15 @@ def _check_products(
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Shardings of the arrays on a mesh.
+    """Shardings of the arrays on a mesh."""
 
-    Attributes:
-      mesh: the mesh whose devices share the work.
-      tokens: the mesh axes that shard each axis of the labels.
-      width: the mesh axes that shard the head's width.
-      vocab: the mesh axes that shard the head's vocabulary.
-      manual: the mesh axes over which `shard_map`, not XLA, partitions the work.
-      explicit: whether the arrays' types have these shardings.
-      vocab_axis: the axis of the head that is the vocabulary.
-    """
-
-    mesh: Mesh | AbstractMesh
-    tokens: tuple[tuple[str, ...], ...]
-    width: tuple[str, ...]
-    vocab: tuple[str, ...]
-    manual: frozenset[str]
-    explicit: bool
-    vocab_axis: int
+    mesh: Mesh | AbstractMesh  # the mesh whose devices share the work
+    tokens: tuple[tuple[str, ...], ...]  # the mesh axes that shard each axis of the labels
+    width: tuple[str, ...]  # the mesh axes that shard the head's width
+    vocab: tuple[str, ...]  # the mesh axes that shard the head's vocabulary
+    manual: frozenset[str]  # the mesh axes over which `shard_map`, not XLA, partitions the work
+    explicit: bool  # whether the arrays' types have these shardings
+    vocab_axis: int  # the axis of the head that is the vocabulary
 
     @property
     def batch(self) -> tuple[str, ...]:

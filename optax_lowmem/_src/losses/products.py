@@ -115,7 +115,6 @@ class InFp8(InInputs):
     codes: HeadCodes
 
     def logits(self) -> jax.Array:
-        """Return Z."""
         if self.codes.forward is None:
             return super().logits()
         rows = quantize(self.hidden, self.hidden.ndim - 1, E4M3)
@@ -127,7 +126,6 @@ class InFp8(InInputs):
         return quantize(gradient.astype(self.dtype), gradient.ndim - 1, GRADIENT)
 
     def for_hidden(self, gradient: Any) -> jax.Array:
-        """Return dH."""
         gradient, of_head = varying.alike(gradient, self.codes.backward)
         return multiply(gradient, of_head, 1, self.wide)
 

@@ -239,10 +239,7 @@ def _saved_arrays(
 ) -> Iterator[Saved]:
     """Yield the arrays that are the results of a jaxpr, or of which these are views, each once.
 
-    Args:
-      traced: a closed jaxpr whose results are kept.
-      is_weight: for each argument, whether it is a weight.
-      names: the name of each argument.
+    `is_weight` and `names` are of the arguments of the jaxpr.
     """
     top = _Frame(traced.jaxpr, [not weight for weight in is_weight])
     arguments = dict(zip(traced.jaxpr.invars, names, strict=True))

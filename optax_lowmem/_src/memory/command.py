@@ -1,4 +1,4 @@
-"""The command `python -m optax_lowmem.plan`: what of a known model fits on a GPU."""
+"""The command `python -m optax_lowmem.plan`: how a known model fits on a GPU."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ LORA = "lora"
 _MEANING = {
     RESIDENT: "All gradients exist at once.",
     RELEASE: "Each layer is updated inside the backward pass.",
-    OFFLOAD: "Like release, and the optimizer's state is in host memory.",
+    OFFLOAD: "Like release, with the optimizer's state in host memory.",
     LORA: "Adapters are trained; the weights are frozen.",
 }
 _SHORTEST = 128  # rows that are worth a try
@@ -85,8 +85,8 @@ def advice(sizes: Decoder, optimizer: str, budget: int, sequence: int, lora: Ada
     )
     needed = least.total_bytes(1) / USABLE / 2**30
     return (
-        f"Nothing fits, with shorter rows neither. {least.name} needs least, a GPU of {needed:.1f} "
-        "GiB: take that, or a smaller model."
+        f"Nothing fits, not even with shorter rows. {least.name} needs the least memory: a GPU of "
+        f"{needed:.1f} GiB. Use one, or a smaller model."
     )
 
 
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the plan of a model on a GPU, and the command that fine-tunes it."""
     parser = argparse.ArgumentParser(
         prog="python -m optax_lowmem.plan",
-        description="Say what of a Llama, Mistral, Qwen2, Qwen3, Gemma 2 or Gemma 3 fits on a GPU, "
+        description="Print how a Llama, Mistral, Qwen2, Qwen3, Gemma 2 or Gemma 3 fits on a GPU, "
         "from its config.json. Nothing is allocated, and no GPU is needed.",
     )
     parser.add_argument("--params", required=True, help="config.json, or a folder with one")

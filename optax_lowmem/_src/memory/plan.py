@@ -1,16 +1,14 @@
 """Plan the memory of a training step from shapes alone: what fits, and the largest batch."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import trees
-from optax_lowmem._src.memory.state import UNITS, Report, report, unit_of
+from optax_lowmem._src.memory.state import UNITS, Report, array_bytes, report, unit_of
 
 RESIDENT, RELEASE, OFFLOAD = "resident", "release", "offload"
 MODES = (RESIDENT, RELEASE, OFFLOAD)
@@ -157,7 +155,7 @@ def plan(
         return size if isinstance(size, Activations) else Activations(0, size, 0)
 
     of_params = report(tx, params)
-    weights = of_params.params_bytes + sum(map(_bytes, jax.tree.leaves(frozen)))
+    weights = of_params.params_bytes + sum(map(array_bytes, jax.tree.leaves(frozen)))
     plans = []
     for name, fixed in _fixed(
         of_params, dict(trees.named_leaves(params)), stacks, whole, accumulate
@@ -176,7 +174,7 @@ def _fixed(
     layers = {path: Fixed(0, 0) for path in stacks}  # one of each stack
     stacked, largest = 0, Fixed(0, 0)
     for path, leaf in leaves.items():
-        size = _bytes(leaf)
+        size = array_bytes(leaf)
         state = sum(of_params.by_leaf[path].values()) - size
         stack = next((s for s in stacks if path.startswith(f"{s}/")), None)
         if stack is None:
@@ -206,10 +204,6 @@ def _fixed(
     at_work = Fixed(flight, (1 + wide) * layer.gradients + outside)
     at_end = Fixed(largest.state + flight, outside)
     yield OFFLOAD, (of_loss, at_work, at_end)
-
-
-def _bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
 def _largest(mode: ModePlan, budget: int) -> int:

@@ -12,6 +12,7 @@ import optax
 
 from optax_lowmem._src.checkpoint.optax_conversion import counterpart, counterpart_name
 from optax_lowmem._src.core import context, trees
+from optax_lowmem._src.core.typing import Shaped
 
 UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
 
@@ -96,7 +97,8 @@ def unit_of(largest: float) -> str:
     return next((name for name, size in UNITS.items() if largest >= size / 10), "KiB")
 
 
-def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+def array_bytes(leaf: Shaped) -> int:
+    """Return the bytes of an array, or of one of this shape and dtype."""
     return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
@@ -147,20 +149,20 @@ def _report(tx: optax.GradientTransformation, params: Any) -> Report:
     """Return the report without a baseline."""
     state, decisions = context.dry_run(tx, params)
     leaves = dict(trees.named_leaves(params))
-    by_leaf = {path: {"params": _bytes(leaf)} for path, leaf in leaves.items()}
+    by_leaf = {path: {"params": array_bytes(leaf)} for path, leaf in leaves.items()}
     by_slot: dict[str, int] = defaultdict(int)
     for slot, tree in trees.state_fields(state):
         for path, leaf in trees.named_leaves(tree):
-            by_slot[slot] += _bytes(leaf)
+            by_slot[slot] += array_bytes(leaf)
             if path in by_leaf:
-                by_leaf[path][slot] = by_leaf[path].get(slot, 0) + _bytes(leaf)
+                by_leaf[path][slot] = by_leaf[path].get(slot, 0) + array_bytes(leaf)
     reasons: dict[str, dict[str, str]] = defaultdict(dict)
     for decision in decisions:
         if decision.form is None and decision.slot != "step":
             reasons[decision.path][decision.slot] = decision.reason
     return Report(
         parameters=sum(math.prod(leaf.shape) for leaf in leaves.values()),
-        params_bytes=sum(map(_bytes, leaves.values())),
+        params_bytes=sum(map(array_bytes, leaves.values())),
         by_slot=dict(by_slot),
         by_leaf=by_leaf,
         reasons=dict(reasons),

@@ -23,17 +23,11 @@ _SIGNS = 0x88888888
 
 @dataclasses.dataclass(frozen=True)
 class Noise(abc.ABC):
-    """Distribution of R, computed from random words.
+    """Distribution of R, computed from random words."""
 
-    Attributes:
-      name: the name in arguments.
-      draws: number of 32-bit words per eight elements.
-      least: the smallest nonzero magnitude of R (section 3.3: 2^-r).
-    """
-
-    name: str
-    draws: int
-    least: float
+    name: str  # the name in arguments
+    draws: int  # number of 32-bit words per eight elements
+    least: float  # the smallest nonzero magnitude of R (section 3.3: 2^-r)
 
     @abc.abstractmethod
     def prepared(self, words: list[jax.Array]) -> Any:
@@ -58,11 +52,6 @@ def pack(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
         R < 0:    z3
 
     By equation 7 these have the probabilities (3/4)^2 / 2, 3/4 2^-8 and 1/2: exactly equation 8.
-
-    Args:
-      x: random words of 32 bits.
-      y: likewise.
-      z: likewise.
 
     Returns:
       uint32 of their shape; bits 4k and 4k + 1 are the magnitude of element k, bit 4k + 3 its sign.

@@ -15,12 +15,7 @@ _LEAST_EXPONENT = -100
 
 @dataclasses.dataclass(frozen=True)
 class Wide:
-    """Floating-point format without a scale.
-
-    Attributes:
-      name: name of the dtype.
-      mantissa: mantissa bits.
-    """
+    """Floating-point format without a scale, by its dtype's name and mantissa bits."""
 
     name: str
     mantissa: int
@@ -32,18 +27,12 @@ class Scaled:
 
     A block's maximum is in the highest of `ranges` binades, each of 2^m numbers; below them are
     2^m subnormal numbers. Magnitudes over the largest number saturate.
-
-    Attributes:
-      name: the name in arguments.
-      mantissa: m, the mantissa bits.
-      ranges: number of binades of normal numbers: 2^e - 1, less those reserved for Inf and NaN.
-      largest: the largest number, with the highest binade scaled to [1, 2).
     """
 
-    name: str
-    mantissa: int
-    ranges: int
-    largest: float
+    name: str  # the name in arguments
+    mantissa: int  # m, the mantissa bits
+    ranges: int  # number of binades of normal numbers: 2^e - 1, less those reserved for Inf and NaN
+    largest: float  # the largest number, with the highest binade scaled to [1, 2)
 
     def most(self, absmax: jax.Array) -> jax.Array:
         """Return the largest representable number of blocks with these maxima."""
@@ -52,9 +41,7 @@ class Scaled:
     def cast(self, x: jax.Array, absmax: jax.Array) -> jax.Array:
         """Round f32 values to the format, to nearest, ties to even.
 
-        Args:
-          x: f32 values.
-          absmax: the largest magnitude of each value's block.
+        `absmax` is the largest magnitude of each value's block. If it is not finite, no result is.
 
         If a block's maximum is not finite, none of its results is.
         """
@@ -105,6 +92,5 @@ FORMATS: dict[str, Format] = WIDE | {one.name: one for one in _SCALED}
 
 
 def format_of(name: str) -> Format:
-    """Return a format by name."""
     check_choice("format", name, FORMATS)
     return FORMATS[name]

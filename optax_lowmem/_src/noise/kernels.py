@@ -89,7 +89,7 @@ def spread(of_blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def words_of(key: jax.Array, shape: tuple[int, ...], draws: int) -> list[jax.Array]:
     """Return `draws` arrays of random words for [..., m, n], each [..., ceil(m / 8), n]."""
     places = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])
-    return random.words(random.word_keys(key), random.indices(places), draws)
+    return random.draw_words(random.word_keys(key), random.indices(places), draws)
 
 
 def packed_noise_plain(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -129,29 +129,19 @@ def sample_plain(
     to: Format,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return sampled weights and the scale of their noise.
+    """Return weights [..., m, n] with noise, and the scale of the noise, f32, per block.
 
-    Args:
-      w: weights [..., m, n].
-      correction: the correction of split master weights; None if they are not split.
-      factor: 2^(1 - b_t), f32, per block.
-      key: uint32 key of the leaf and step, or of a part (`random.part_keys`).
-      noise: the distribution of R.
-      to: the format that sampled weights are rounded to.
-      dtype: the dtype that stores them.
-
-    Returns:
-      w + R scale, rounded to the format; scale = max |w| factor, f32, per block.
+    These are w + R scale, rounded to the format, in `dtype`; and max |w| factor, where `factor` is
+    2^(1 - b_t), f32, per block. `correction` is that of split master weights; `key` is of the leaf
+    and step, or of a part (`random.part_keys`).
     """
-    masters = numerics.widen(w) if correction is None else _master_weight(w, correction)
+    masters = (
+        numerics.widen(w) if correction is None else split_of(correction.dtype).join(w, correction)
+    )
     scale = absmax(masters) * factor
     r = noise_of_plain(key, w.shape, noise)
     sampled = perturb(masters, scale, r)
     return cast(sampled, to, dtype), scale
-
-
-def _master_weight(w: jax.Array, correction: jax.Array) -> jax.Array:
-    return split_of(correction.dtype).join(w, correction)
 
 
 def noise_sums_plain(g: jax.Array, key: jax.Array, noise: Noise) -> jax.Array:
@@ -226,14 +216,9 @@ def _fastest(
 ) -> Any:
     """Call a kernel by name with the arguments of `plain`, if supported, else `plain`.
 
-    Args:
-      name: of the kernel.
-      plain: a function of arrays, the last one the key.
-      shape: of the array that has noise.
-      dtype: its dtype.
-      *args: arrays of this shape or of its blocks, and the key.
-      results: names of the axes of the results.
-      unit: number of rows that one device must have, as in `along_axes`.
+    `shape` and `dtype` are of the array that has noise. The arguments are arrays of this shape or
+    of its blocks, and at last the key; `results` names the axes of the results. One device must
+    have `unit` rows, as in `along_axes`.
     """
     if no_kernel_reason(args[0], shape, dtype) is not None:
         return plain(*args)

@@ -27,12 +27,7 @@ from optax_lowmem._src.noise.kernels import SIDE, block_shape
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """Strip of one program: 32 rows and some columns.
-
-    Attributes:
-      columns: number of columns: a power of two and a multiple of 32.
-      warps: number of warps per program.
-    """
+    """Strip of one program: 32 rows and some columns, a power of two and a multiple of 32."""
 
     columns: int = 128
     warps: int = 4
@@ -65,7 +60,7 @@ class _Place:
         # in the kernel, since outside it would be one more launch per array
         word_keys = random.word_keys_of(keys.load(0), keys.load(keys.shape[0] - 1))
         indices = [*reversed(coordinates), *places]
-        return noise.prepared(random.words(word_keys, indices, noise.draws))
+        return noise.prepared(random.draw_words(word_keys, indices, noise.draws))
 
     def _part(self, x: Operand, rows: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
         """Return the indices of rows of the strip, and a mask of those in bounds; None: all."""

@@ -330,17 +330,10 @@ def _bits_gradients(
     count: jax.Array,
     factor: jax.Array | None,
 ) -> list[jax.Array]:
-    """Return each leaf's gradient of b_i (equations 3, 9, 10).
+    """Return each leaf's gradient of b_i (equations 3, 9, 10), from those of the sampled weights.
 
-    Args:
-      noise: the distribution.
-      span: (b_init, b_target).
-      bits_loss: the weight of the loss on bits.
-      rows: leaves, without parameters.
-      gradients: of the sampled weights.
-      seed: of the state.
-      count: of the step.
-      factor: the clipping factor of these gradients, or None; it does not scale the loss on bits.
+    `span` is (b_init, b_target). `factor` clips these gradients; it does not scale the loss on
+    bits.
     """
     blocks = sum(row.bits.size for row in rows if row.sampled)
     pull = as_f32("bits_loss", bits_loss) / max(blocks, 1)
@@ -367,12 +360,7 @@ def _samples(
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Return the sampled weights of each row and the scale of their noise.
 
-    Args:
-      noise: the distribution.
-      span: (bits_init, bits_target).
-      rows: (path, w, correction, b_i, format, dtype) of each sampled leaf.
-      seed: seed of the hash.
-      count: number of steps.
+    `span` is (bits_init, bits_target).
     """
     results = []
     keys = random.leaf_keys(seed, count, [path for path, *_ in rows])

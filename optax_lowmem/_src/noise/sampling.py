@@ -36,11 +36,7 @@ def noise_key(seed: int | jax.Array, step: int | jax.Array, path: str) -> jax.Ar
 
 
 def as_key(key: int | jax.Array) -> jax.Array:
-    """Convert an int or one of JAX's random keys to a uint32 scalar; return such a scalar as it is.
-
-    Raises:
-      TypeError: for anything else.
-    """
+    """Convert an int or one of JAX's random keys to a uint32 scalar; keep such a scalar."""
     if isinstance(key, int) and not isinstance(key, bool):
         return random.mix(jnp.uint32(key))
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
@@ -266,12 +262,7 @@ def bits_gradient(
 ) -> jax.Array:
     """Return the gradient of b_t, f32, per block (equation 3), from that of the sampled weights.
 
-    Args:
-      g: dL/dw^.
-      scale: max |w| 2^(1 - b_t) of the sample.
-      key: key of the noise.
-      noise: distribution of the noise.
-      path: path of the leaf, to find its sharding in `lowmem.step`.
+    `scale` is max |w| 2^(1 - b_t) of the sample; `path` finds the leaf's sharding in `lowmem.step`.
     """
     sums = kernels.noise_sums(g, key, noise, path)
     return jnp.float32(-math.log(2)) * scale * reshard_like(sums, scale)

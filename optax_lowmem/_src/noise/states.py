@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import optax
 
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.clean_weights import FIELD
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.noise.bitwidth import SafeFormat, bitwidth, fake_cast, most_bits, safe_format
 
 
@@ -102,9 +102,7 @@ class BitsTable:
         return "\n".join([*lines, f"{summary}, where noise may underflow in {self.format}"])
 
 
-def bits_table(
-    bits: Mapping[str, jax.Array], format: str = "bfloat16", noise: str = "gaussws"
-) -> BitsTable:
+def bits_table(bits: Arrays, format: str = "bfloat16", noise: str = "gaussws") -> BitsTable:
     """Tabulate bitwidths per layer, with safe formats and blocks whose noise may underflow.
 
     Args:
@@ -136,7 +134,7 @@ def bits_table(
     return BitsTable(tuple(rows), format, bound)
 
 
-def safe_cast(weights: optax.Params, bits: Mapping[str, jax.Array]) -> Any:
+def safe_cast(weights: optax.Params, bits: Arrays) -> Any:
     """Round each layer's weights to the format of Table 2 for its largest b_t.
 
     Args:

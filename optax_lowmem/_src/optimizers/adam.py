@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from optax_lowmem._src.core.hyperparameters import (
     decay_at,
     following,
 )
-from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.step.rule import Slot, UpdateRule
@@ -53,22 +53,17 @@ class AdamRule(UpdateRule):
     slots: ClassVar[tuple[Slot, ...]] = (Slot("mu", signed=True), Slot("nu", signed=False))
     state_type = FlashAdamState
 
-    def second_moment(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> jax.Array:
+    def second_moment(self, g: jax.Array, slots: Arrays, h: Arrays) -> jax.Array:
         """Return the new nu."""
         return h["b2"] * slots["nu"] + h["one_minus_b2"] * (g * g)
 
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the direction and the new moments."""
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         nu = self.second_moment(g, slots, h)
         numerator = h["mu_bias_correction"] * mu + h["g_scale"] * g if self.nesterov else mu
         return numerics.quotient(numerator, self.denominator(nu, h)), {"mu": mu, "nu": nu}
 
-    def denominator(self, nu: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+    def denominator(self, nu: jax.Array, h: Arrays) -> jax.Array:
         """Return mu's divisor: sqrt(vhat + eps_root) + eps, times mu's bias correction."""
         if self.eps_root_is_zero:  # the codec uses sqrt(nu) too: one square root serves both
             root = jnp.sqrt(nu) * h["root_nu_bias_correction"]
@@ -76,9 +71,7 @@ class AdamRule(UpdateRule):
             root = jnp.sqrt(nu * h["nu_bias_correction"] + h["eps_root"]) * h["root_scale"]
         return root + h["eps"]
 
-    def accumulating(
-        self, h: Mapping[str, jax.Array], first: jax.Array, every: int
-    ) -> dict[str, jax.Array]:
+    def accumulating(self, h: Arrays, first: jax.Array, every: int) -> Arrays:
         """Add sum g_i / k to m and sum (g_i / k)^2 to v (Adam Accumulation)."""
         if self.nesterov:
             return super().accumulating(h, first, every)
@@ -116,7 +109,7 @@ def _hyperparameters_at(
     eps_root: Scalar,
     nesterov: bool,
     count: jax.Array,
-) -> dict[str, jax.Array]:
+) -> Arrays:
     step = following(count)
     beta1, one_minus_b1 = as_f32("b1", b1), complement("b1", b1)
     decay2 = decay_at("b2", b2, count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -15,7 +14,7 @@ from optax_lowmem._src.blocks.structure import Structure
 from optax_lowmem._src.codecs import affine, sqrt
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.block import BlockStructure
-from optax_lowmem._src.core.typing import ScalarOrSchedule
+from optax_lowmem._src.core.typing import Arrays, ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, flash_adamw, is_zero
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
@@ -38,25 +37,18 @@ class AdamMiniRule(AdamRule):
 
     prepares = "blocks"
 
-    def averaged(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> jax.Array:
+    def averaged(self, g: jax.Array, slots: Arrays, h: Arrays) -> jax.Array:
         """Return the new v; `g` is the mean of g^2."""
         return h["b2"] * slots["nu"] + h["one_minus_b2"] * g
 
-    def prepare(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def prepare(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[Arrays, Arrays]:
         """Return 1 / (sqrt(vhat + eps_root) + eps) and the new v; `g` is the mean of g^2."""
         nu = self.averaged(g, slots, h)
         # for an infinite v, NaN (inf / inf) instead of 0, with which the block would silently stop
         one = jnp.where(nu < jnp.inf, jnp.float32(1), nu)
         return {OF_BLOCK: numerics.quotient(one, self.denominator(nu, h))}, {"nu": nu}
 
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the direction and the new m."""
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         return mu * h[OF_BLOCK], {"mu": mu}
 
@@ -222,9 +214,6 @@ def q_adam_mini(
         `Storage(mu=affine(), nu=linear(signed=False), group_size=256)`, where v of a leaf is
         flattened before it is grouped.
 
-    Returns:
-      An optax transformation.
-
     Memory: 1.02 bytes of state per parameter and 4 per block (Table 3: mn + O(1)); 1 more per
     parameter for the correction of a 16-bit weight.
 
@@ -268,9 +257,6 @@ def flash_adam_mini(
     m is companded int8 in groups of 32 with stochastic rounding; v is f32, one value per block; a
     16-bit weight has an 8-bit correction. The arguments are those of `q_adam_mini`.
 
-    Returns:
-      An optax transformation.
-
     Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes, and 4 bytes per block.
 
     Example:
@@ -303,9 +289,6 @@ def q_adamw(
     """8-bit AdamW in groups of 256, the baseline of Q-Adam-mini (Table 1: Q-AdamW).
 
     `flash_adamw` with m as int8 with a zero-point and sqrt(v) as uint8.
-
-    Returns:
-      An optax transformation.
 
     Memory: 2.03 bytes of state per parameter beside f32 weights (Table 3: 2mn).
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.blocks.structure import Structure
 from optax_lowmem._src.core import context, numerics, trees
 from optax_lowmem._src.core.block import Block, Factors, is_int
-from optax_lowmem._src.core.typing import ScalarOrSchedule
+from optax_lowmem._src.core.typing import Arrays, ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import adam_moments, is_zero
 from optax_lowmem._src.optimizers.adam_mini import AdamMiniRule
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
@@ -33,17 +32,12 @@ _LEAST = 128  # optax.adafactor's; the arguments default to None, which injectio
 class FactoredRule(AdamMiniRule):
     r"""Adam that computes vhat of each element from the means of its row and its column."""
 
-    def prepare(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def prepare(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[Arrays, Arrays]:
         """Return the new means, as an operand and as the slot; `g` is the means of g^2."""
         nu = self.averaged(g, slots, h)
         return {OF_BLOCK: nu}, {"nu": nu}
 
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the direction and the new m."""
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         return numerics.quotient(mu, self.denominator(h[OF_BLOCK], h)), {"mu": mu}
 

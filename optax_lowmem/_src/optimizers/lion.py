@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from optax_lowmem._src.core.hyperparameters import (
     check_range,
     complement,
 )
-from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.step.rule import Slot, UpdateRule
@@ -52,10 +51,7 @@ class LionRule(UpdateRule):
             return jnp.tanh(jnp.float32(self.smooth_beta) * x)
         return jnp.sign(x) if self.mode == "hard" else jnp.clip(x, -1, 1)
 
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the direction and the new momentum."""
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         mu = slots["mu"]
         interpolated = h["b1"] * mu + h["one_minus_b1"] * g
         return self._direction(interpolated), {"mu": h["b2"] * mu + h["one_minus_b2"] * g}
@@ -68,7 +64,7 @@ def _formula(b1: Scalar, b2: Scalar) -> Formula:
     return Formula(_hyperparameters_at, (b1, b2))
 
 
-def _hyperparameters_at(b1: Scalar, b2: Scalar, count: jax.Array) -> dict[str, jax.Array]:
+def _hyperparameters_at(b1: Scalar, b2: Scalar, count: jax.Array) -> Arrays:
     del count
     return {
         "b1": as_f32("b1", b1),
@@ -140,9 +136,6 @@ def flash_lion(
     Args:
       b1: weight of the momentum in the sign, in [0, 1).
       b2: decay of mu, in [0, 1).
-
-    Returns:
-      An optax transformation.
 
     Memory: 2.06 bytes of state beside a 2-byte weight (`optax.lion`: 4 beside 4).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from optax_lowmem._src.core.hyperparameters import (
     complement,
     following,
 )
-from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, is_zero
 from optax_lowmem._src.optimizers.newton_schulz import (
     PRECONDITIONINGS,
@@ -53,23 +53,15 @@ class FlashMuonState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OrthogonalRule(MatrixRule):
-    r"""m = beta m + (1-beta) g; the direction approximates U V^T of the debiased m = U S V^T.
+    r"""m = beta m + (1-beta) g; the direction approximates U V^T of the debiased m = U S V^T."""
 
-    Attributes:
-      nesterov: use U V^T of the debiased beta m + (1-beta) g instead.
-      adaptive: multiply the direction by <m, U V^T>.
-      coefficients: coefficients of the iterations.
-      preconditioning: how singular values are bounded before the iterations.
-      products: dtype of the products; None is bf16, or f32 if JAX's default backend is a CPU.
-      normalizes: divide by the root of the second moment of each output (NorMuon).
-    """
-
-    nesterov: bool = True
-    adaptive: bool = False
+    nesterov: bool = True  # use U V^T of the debiased beta m + (1-beta) g instead
+    adaptive: bool = False  # multiply the direction by <m, U V^T>
     coefficients: Coefficients = (STANDARD,) * 5
-    preconditioning: str = "frobenius"
+    preconditioning: str = "frobenius"  # how singular values are bounded before the iterations
+    # dtype of the products; None is bf16, or f32 if JAX's default backend is a CPU
     products: Any = None
-    normalizes: bool = False
+    normalizes: bool = False  # divide by the root of the second moment of each output (NorMuon)
 
     state_type = FlashMuonState
 
@@ -79,9 +71,7 @@ class OrthogonalRule(MatrixRule):
         nu = Slot("nu", signed=False, blockwise=True, compressed=False)
         return (Slot("mu", signed=True), *((nu,) if self.normalizes else ()))
 
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         """Return the debiased momentum and the new m."""
         mu = h["beta"] * slots["mu"] + h["one_minus_beta"] * g
         debiased = h["mu_bias_correction"] * mu
@@ -103,12 +93,8 @@ class OrthogonalRule(MatrixRule):
         return Block(axes=matrices.rows, description="per output") if self.normalizes else None
 
     def scale_blocks(
-        self,
-        matrices: Matrices,
-        direction: jax.Array,
-        slots: Mapping[str, jax.Array],
-        h: Mapping[str, jax.Array],
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        self, matrices: Matrices, direction: jax.Array, slots: Arrays, h: Arrays
+    ) -> tuple[jax.Array, Arrays]:
         """Return 1 / (sqrt(v) + eps) of each output, times one factor per matrix, and the new v.
 
         With the factor, the squares of the scaled direction sum to min(fan_in, fan_out), as those
@@ -121,16 +107,12 @@ class OrthogonalRule(MatrixRule):
         squares = fan_in * jnp.sum(mean * factor**2, axis=matrices.columns, keepdims=True)
         return factor * (min(fan_in, fan_out) ** 0.5 / (jnp.sqrt(squares) + h["eps"])), {"nu": nu}
 
-    def of_matrices(self, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+    def of_matrices(self, stack: jax.Array, h: Arrays) -> jax.Array:
         """Approximate U V^T of each matrix."""
         return polar_factors(stack, self.coefficients, self.preconditioning, h["eps"])
 
     def scale(
-        self,
-        matrices: Matrices,
-        before: jax.Array,
-        direction: jax.Array,
-        h: Mapping[str, jax.Array],
+        self, matrices: Matrices, before: jax.Array, direction: jax.Array, h: Arrays
     ) -> jax.Array:
         """Return sqrt(max(1, fan_out / fan_in)), or consistent_rms sqrt(max(fan_in, fan_out))."""
         fan_in, fan_out = matrices.fans(before.shape)
@@ -163,9 +145,7 @@ class MuonRule(UpdateRule):
         """Return the rule for a leaf; `matrices` is None if it is not a matrix."""
         return self.rest if matrices is None else self.of_matrix
 
-    def hyperparameters_of(
-        self, matrices: Matrices | None, h: Mapping[str, jax.Array]
-    ) -> Mapping[str, jax.Array]:
+    def hyperparameters_of(self, matrices: Matrices | None, h: Arrays) -> Arrays:
         """Select Muon's or Adam's hyperparameters for a leaf; `gradient_scale` is shared."""
         if matrices is not None:
             return {name: x for name, x in h.items() if not name.startswith(_OF_ADAM)}
@@ -173,9 +153,7 @@ class MuonRule(UpdateRule):
         shared = {name: x for name, x in h.items() if name == "gradient_scale"}
         return {**of_adam, **shared}
 
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         """Raise an error: each leaf is updated by the rule that `for_leaf` returns."""
         raise NotImplementedError(
             "MuonRule has no update of its own: use for_leaf(matrices).update"
@@ -192,7 +170,7 @@ def _hyperparameters_at(
     adam_learning_rate: ScalarOrSchedule,
     adam_weight_decay: Scalar | None,
     count: jax.Array,
-) -> dict[str, jax.Array]:
+) -> Arrays:
     step = following(count)
     beta_now, one_minus = as_f32("beta", beta), complement("beta", beta)
     h = {"beta": beta_now, "one_minus_beta": one_minus, "eps": as_f32("eps", eps)}

@@ -58,13 +58,9 @@ def polar_factors(
 
     For tall matrices A is X^T X, which is smaller, and f(X) = a X + X (b A + c A^2); no matrix is
     transposed. Matrices with one side at least `_LONG` times the other are iterated on A and
-    multiplied once.
-
-    Args:
-      stack: [matrices, rows, columns]; products are computed in this dtype.
-      coefficients: (a, b, c) of each iteration.
-      preconditioning: one of `PRECONDITIONINGS`: how singular values are bounded beforehand.
-      eps: added to the norm by which `frobenius` and `spectral` divide a matrix.
+    multiplied once. The stack is [matrices, rows, columns], and products are computed in its dtype;
+    coefficients are (a, b, c) of each iteration. `preconditioning` bounds singular values
+    beforehand, by norms plus `eps` in `frobenius` and `spectral`.
     """
     x, (short, long) = stack, sorted(stack.shape[1:])
     if long >= _LONG * max(short, 1) and all(a for a, _, _ in coefficients):
@@ -103,16 +99,11 @@ def _multiplied_once(
 ) -> jax.Array:
     """Return the result of several iterations on the Gram matrix, which multiply x once.
 
-    With B = (b A + c A^2) / a, an iteration turns X into a (I + B) X and A into
-    a^2 (I + B) A (I + B)^T. These are sums of f32 matrices with products of rounded ones, so that
-    rounding hardly changes small singular values; `coefficients` of B absorb the factors a.
-
-    Args:
-      x: [matrices, rows, columns].
-      gram: its Gram matrix, f32.
-      scale: the factor of each row of x, or column if it is tall, beforehand: f32 [., short, 1] or
-        [., 1, 1].
-      coefficients: (a, b, c) of each iteration; a is not 0.
+    With B = (b A + c A^2) / a, an iteration turns X into a (I + B) X and A into a^2 (I + B) A (I +
+    B)^T. These are sums of f32 matrices with products of rounded ones, so that rounding hardly
+    changes small singular values; `coefficients` of B absorb the factors a, which are not 0.
+    `scale` multiplies each row of x, or column if it is tall, beforehand: f32 [., short, 1] or [.,
+    1, 1].
     """
     rows, growth = [], 1.0
     for a, b, c in coefficients:
@@ -169,13 +160,8 @@ def _iterated(x: jax.Array, gram: jax.Array, row: jax.Array) -> jax.Array:
 def _scale(x: jax.Array, gram: jax.Array | None, preconditioning: str, eps: jax.Array) -> jax.Array:
     """Return the factor with which singular values are at most about 1, f32.
 
-    It is [matrices, short side, 1] for 'aol', else [matrices, 1, 1].
-
-    Args:
-      x: [matrices, rows, columns].
-      gram: its Gram matrix, f32; None for 'frobenius' and 'spectral' computes their norms from x.
-      preconditioning: one of `PRECONDITIONINGS`.
-      eps: added to the norms of 'frobenius' and 'spectral'.
+    It is [matrices, short side, 1] for 'aol', else [matrices, 1, 1]. Without the Gram matrix,
+    'frobenius' and 'spectral' compute their norms, to which they add `eps`, from x.
     """
     if preconditioning in ("aol", "schatten"):
         assert gram is not None

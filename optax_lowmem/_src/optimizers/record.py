@@ -14,36 +14,27 @@ Constructor = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerRecord:
-    """One optimizer: its rule, its constructors and its counterpart in optax.
+    """One optimizer: its rule, its constructors and its counterpart in optax."""
 
-    Attributes:
-      rule: the rule of `make` with its default arguments.
-      make: constructor; takes a learning rate and keyword arguments.
-      plain: constructor, with the same arguments, of the f32 optimizer that `make` must match.
-      learning_rate: a rate that converges on small problems.
-      optax_fields: slot -> type and field of optax's state, such as `TraceState.trace`; a tuple if
-        the leaves are distributed over several fields.
-      optax_constants: types and fields of optax's state that keep their initial values.
-      rate_factor: learning rate for a language model, relative to AdamW's.
-      counterpart: constructor of the optax optimizer with the same state in f32, if `plain` is not
-        from optax.
-      undecayed: the optax optimizer without weight decay, if it has another name.
-      scale_by: constructor of the direction alone, such as `scale_by_flash_adam`.
-      plain_scale_by: the optax counterpart of `scale_by`.
-      variants: records of the other rules that `make` can select by its arguments.
-    """
-
-    rule: UpdateRule
-    make: Constructor
+    rule: UpdateRule  # the rule of `make` with its default arguments
+    make: Constructor  # constructor; takes a learning rate and keyword arguments
+    # constructor, with the same arguments, of the f32 optimizer that `make` must match
     plain: Constructor
-    learning_rate: float
+    learning_rate: float  # a rate that converges on small problems
+    # slot -> type and field of optax's state, such as `TraceState.trace`; a tuple if the leaves are
+    # distributed over several fields
     optax_fields: Mapping[str, str | tuple[str, ...]]
+    # types and fields of optax's state that keep their initial values
     optax_constants: tuple[str, ...] = ()
-    rate_factor: float = 1.0
+    rate_factor: float = 1.0  # learning rate for a language model, relative to AdamW's
+    # constructor of the optax optimizer with the same state in f32, if `plain` is not from optax
     counterpart: Constructor | None = None
+    # the optax optimizer without weight decay, if it has another name
     undecayed: Constructor | None = None
+    # constructor of the direction alone, such as `scale_by_flash_adam`
     scale_by: Constructor | None = None
-    plain_scale_by: Constructor | None = None
+    plain_scale_by: Constructor | None = None  # the optax counterpart of `scale_by`
+    # records of the other rules that `make` can select by its arguments
     variants: "tuple[OptimizerRecord, ...]" = ()
 
     @property

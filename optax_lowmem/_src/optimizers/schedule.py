@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range
-from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.step.engine import Engine
 from optax_lowmem._src.step.matrix_axes import MatrixAxes
 from optax_lowmem._src.step.rule import UpdateRule
@@ -91,7 +91,7 @@ def optimizer(
     decays = not (isinstance(weight_decay, int | float) and weight_decay == 0)
     given = {"learning_rate": learning_rate, "weight_decay": weight_decay if decays else None}
 
-    def hyperparameters(count: jax.Array) -> dict[str, jax.Array]:
+    def hyperparameters(count: jax.Array) -> Arrays:
         # call schedules here: they are user code that may not be traceable
         lr, decay = (
             at_count(name, value, count) if callable(value) else value
@@ -121,7 +121,7 @@ def _hyperparameters_at(
     coupled: bool,
     rate_in_rule: bool,
     count: jax.Array,
-) -> dict[str, jax.Array]:
+) -> Arrays:
     lr = as_f32("learning_rate", learning_rate)
     rates = {"rate": lr, "lr": jnp.float32(1)} if rate_in_rule else {"lr": lr}
     h = {**moments(count), **rates}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range
-from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.step.rule import Slot, UpdateRule
@@ -46,16 +45,11 @@ class MomentumRule(UpdateRule):
     slots = (Slot("mu", signed=True),)
     state_type = FlashSgdState
 
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the direction and the new momentum."""
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         mu = h["momentum"] * slots["mu"] + h.get("share", 1) * g
         return (g + h["momentum"] * mu if self.nesterov else mu), {"mu": mu}
 
-    def accumulating(
-        self, h: Mapping[str, jax.Array], first: jax.Array, every: int
-    ) -> dict[str, jax.Array]:
+    def accumulating(self, h: Arrays, first: jax.Array, every: int) -> Arrays:
         """Compute m = momentum m + sum of g_i / k, exactly the step of the mean gradient."""
         if self.nesterov:
             return super().accumulating(h, first, every)
@@ -63,7 +57,7 @@ class MomentumRule(UpdateRule):
         return {**h, "momentum": kept, "share": jnp.float32(1 / every)}
 
 
-def _no_hyperparameters(count: jax.Array) -> dict[str, jax.Array]:
+def _no_hyperparameters(count: jax.Array) -> Arrays:
     del count
     return {}
 
@@ -75,10 +69,7 @@ class GradientRule(UpdateRule):
     slots = ()
     state_type = PlainSgdState
 
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the gradient, and no slots."""
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         del slots, h
         return g, {}
 
@@ -88,7 +79,7 @@ def _formula(momentum: Scalar) -> Formula:
     return Formula(_hyperparameters_at, (momentum,))
 
 
-def _hyperparameters_at(momentum: Scalar, count: jax.Array) -> dict[str, jax.Array]:
+def _hyperparameters_at(momentum: Scalar, count: jax.Array) -> Arrays:
     del count
     return {"momentum": as_f32("momentum", momentum)}
 

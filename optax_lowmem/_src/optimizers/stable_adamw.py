@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.clipping import check_threshold, clipped_share, squared_ratio
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32
-from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.core.varying import mean_of_leaf
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
@@ -27,18 +26,14 @@ class StableAdamRule(AdamRule):
 
     prepares = "leaf"
 
-    def prepare(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def prepare(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[Arrays, Arrays]:
         """Clip by RMS_t = sqrt(mean(g^2 / max(u, eps^2))); u is the new debiased second moment."""
         u = self.second_moment(g, slots, h) * h["nu_bias_correction"]
         rms = jnp.sqrt(mean_of_leaf(squared_ratio(g, u, h["raw_eps"])))
         share = clipped_share(rms, h["threshold"])
         return {name: h[name] * share for name in ("lr", "decay") if name in h}, {}
 
-    def accumulating(
-        self, h: Mapping[str, jax.Array], first: jax.Array, every: int
-    ) -> dict[str, jax.Array]:
+    def accumulating(self, h: Arrays, first: jax.Array, every: int) -> Arrays:
         """Raise an error: RMS_t needs the whole gradient."""
         return UpdateRule.accumulating(self, h, first, every)
 
@@ -52,7 +47,7 @@ def _formula(b1: Scalar, b2: ScalarOrSchedule, eps: Scalar, threshold: Scalar) -
 
 def _hyperparameters_at(
     moments: Formula, eps: Scalar, threshold: Scalar, count: jax.Array
-) -> dict[str, jax.Array]:
+) -> Arrays:
     clipping = {"raw_eps": as_f32("eps", eps), "threshold": as_f32("threshold", threshold)}
     return {**moments(count), **clipping}
 
@@ -89,9 +84,6 @@ def stable_adamw(
       eps: added outside the root; its square is the lower bound of u in RMS_t.
       weight_decay: number, f32 scalar or schedule; decoupled, times the clipped rate.
       threshold: d, the largest RMS_t that is not clipped.
-
-    Returns:
-      An optax transformation.
 
     Raises:
       ValueError: for a hyperparameter out of range; inside a `shard_map` with `check_vma=False`.

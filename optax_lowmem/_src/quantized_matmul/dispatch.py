@@ -9,13 +9,7 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.kernels.along_axes import (
-    Cut,
-    along_axes,
-    axes_of,
-    broadcast,
-    names_of,
-)
+from optax_lowmem._src.kernels.along_axes import Cut, along_axes, axes_of, broadcast, names_of
 from optax_lowmem._src.quantized_matmul.plain import (
     Format,
     Quantized,
@@ -76,11 +70,7 @@ def quantize_transposed(
 ) -> Quantized:
     """Return the transpose of `quantize_plain(w, axes, to)` for a matrix w.
 
-    Args:
-      w: the matrix.
-      axes: the axis that shares a maximum, or None for both.
-      to: the format.
-      absmax: maxima computed before, beyond which values are clipped; None computes them.
+    `absmax` are maxima computed before, beyond which values are clipped; None computes them.
     """
     clip, largest = absmax is not None, absmax_of(w, axes) if absmax is None else absmax
 

@@ -48,10 +48,7 @@ def _pipeline(
     """Return a pipeline that copies both operands, block by block, and calls `step` on each."""
     specs = [
         plgpu.BlockSpec(
-            (size, TILE),
-            lambda i: (0, i),
-            transforms=_layout(TILE, dtype),
-            memory_space=plgpu.SMEM,
+            (size, TILE), lambda i: (0, i), transforms=_layout(TILE, dtype), memory_space=plgpu.SMEM
         )
         for size, dtype in zip((TILE, COLUMNS), dtypes, strict=True)
     ]

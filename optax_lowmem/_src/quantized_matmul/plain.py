@@ -18,17 +18,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Format that stores numbers between -largest and largest in a byte.
+    """Format that stores numbers between -largest and largest in a byte."""
 
-    Attributes:
-      name: for example `int8`.
-      dtype: dtype of the codes.
-      largest: the value that the largest magnitude of a row or tensor is scaled to.
-    """
-
-    name: str
-    dtype: jnp.dtype
-    largest: float
+    name: str  # for example `int8`
+    dtype: jnp.dtype  # dtype of the codes
+    largest: float  # the value that the largest magnitude of a row or tensor is scaled to
 
     @property
     def integer(self) -> bool:
@@ -54,12 +48,7 @@ _LEAST_BITS = (127 - 100) << 23
 
 
 class Quantized(NamedTuple):
-    """An array as codes * scales.
-
-    Attributes:
-      codes: the array's shape, in the format's dtype.
-      scales: f32, with size 1 on the axes that share a scale.
-    """
+    """An array as codes * scales: f32 scales have size 1 on the axes that share one."""
 
     codes: jax.Array
     scales: jax.Array

@@ -83,11 +83,7 @@ def _transposed_body(
 
 @functools.partial(jax.jit, static_argnames=("to", "clip", "backend"))
 def quantize_transposed(
-    x: jax.Array,
-    absmax: jax.Array,
-    to: Format,
-    clip: bool = False,
-    backend: str = "pallas",
+    x: jax.Array, absmax: jax.Array, to: Format, clip: bool = False, backend: str = "pallas"
 ) -> Quantized:
     """Return the codes (by `plain.codes_of`) and scale of the transpose of x [rows, columns]."""
     codes, scale = gpu_kernel.launch(

@@ -97,16 +97,10 @@ class Layered:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Parameters of a stack of layers.
+    """Parameters of a stack of layers."""
 
-    Attributes:
-      tree: subtree whose leaves have the layers on axis 0.
-      indices: indices of its leaves in the whole tree.
-      layers: number of layers.
-    """
-
-    tree: Any
-    indices: list[int]
+    tree: Any  # subtree whose leaves have the layers on axis 0
+    indices: list[int]  # indices of its leaves in the whole tree
     layers: int
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from optax_lowmem._src.core import context, host, trees
 from optax_lowmem._src.core.host import PerLayer
-from optax_lowmem._src.release import stages
+from optax_lowmem._src.release import room, stages
 from optax_lowmem._src.release.model import Layered, Parts, take_apart
 from optax_lowmem._src.release.optimizer import Optimizer
 from optax_lowmem._src.release.update import Plans, Update, read_layer, squares_of, write_layer
@@ -84,15 +84,16 @@ def offload(
     columns = {name: jax.tree.leaves(getattr(inner, name)) for name in fields}
 
     def place(x: Any, number: int = 1) -> Sharding:
-        return there if x.ndim and host.nbytes(x) >= number * min_bytes else here
+        return there if x.ndim and room.nbytes(x) >= number * min_bytes else here
 
     if there.memory_kind == host.PINNED:
         rows = [(x, layers.get(i, 1)) for xs in columns.values() for i, x in enumerate(xs)]
         moving = [x for x, number in rows if place(x, number) is there]
-        host.check_room(host.nbytes(moving), "the optimizer's state", device)
+        room.check_room(room.nbytes(moving), "the optimizer's state", device)
 
     def moved(x: Any) -> Any:
-        return jax.block_until_ready(host.copied(x, place(x)))  # one at a time, for memory
+        # one at a time, for memory
+        return jax.block_until_ready(jax.device_put(x, place(x), may_alias=False))
 
     def start(params: optax.Params) -> Any:
         new, firsts = optimizer.inner(tx.init(params)), {}
@@ -140,7 +141,7 @@ class Programs:
         engine.unpack(state, plans.whole, params)  # checks the state
         parts, jit = plans.parts, jax.jit
         self.schedule = stages.Schedule.make(model, parts, batch)
-        self.input_bytes = host.nbytes(jax.eval_shape(model.first, parts.rest(), batch))
+        self.input_bytes = room.nbytes(jax.eval_shape(model.first, parts.rest(), batch))
         reading = self.schedule.reading
 
         def of(rest: list[jax.Array]) -> Parts:
@@ -248,21 +249,17 @@ _mean = jax.jit(lambda losses: sum(x.astype(jnp.float32) for x in losses) / len(
 
 @dataclasses.dataclass
 class Offloaded:
-    """The training step of `train_step(offload=True)`.
-
-    Attributes:
-      limit: clips the gradient of each layer, and of each leaf of the rest, by its norm.
-      at_once: number of micro-batches that pass through the model together.
-    """
+    """The training step of `train_step(offload=True)`."""
 
     optimizer: Optimizer
     model: Layered
     each: Callable[[jax.Array], jax.Array]
     per_layer: bool
     implementation: str | None
+    # clips the gradient of each layer, and of each leaf of the rest, by its norm
     limit: optax.GradientTransformation | None
     micro_batches: int
-    at_once: int
+    at_once: int  # number of micro-batches that pass through the model together
 
     def __post_init__(self) -> None:
         self._programs: dict[Any, Programs] = {}
@@ -273,7 +270,10 @@ class Offloaded:
         batches = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
         if self.micro_batches > 1:
             batches = micro_batches_of(batch, self.micro_batches)
-        like = jax.eval_shape(lambda *args: args, params, host.stacked_shapes(inner), batches)
+        whole = jax.tree.map(
+            lambda x: x.like if host.is_per_layer(x) else x, inner, is_leaf=host.is_per_layer
+        )
+        like = jax.eval_shape(lambda *args: args, params, whole, batches)
         key = jax.tree.structure(like), *((x.shape, x.dtype) for x in jax.tree.leaves(like))
         programs = self._programs.get(key)
         if programs is None:
@@ -336,9 +336,9 @@ class Run:
         needed = self.programs.input_bytes * (len(self.layers) + 1) * at_once
         if micro_batches > at_once:
             needed += 4 * sum(x.size for x in self.weights)
-        state = host.nbytes([x for x in jax.tree.leaves(self.state) if host.is_on_host(x)])
+        state = room.nbytes([x for x in jax.tree.leaves(self.state) if host.is_on_host(x)])
         (device,) = self.here.device_set
-        host.check_room(needed, "a step's layer inputs and sums of gradients", device, state)
+        room.check_room(needed, "a step's layer inputs and sums of gradients", device, state)
 
     def one_pass(self, batches: list[Any], last: bool) -> list[Any]:
         """Pass micro-batches through the model; return their losses, and update after the last."""
@@ -363,7 +363,6 @@ class Run:
 
     @property
     def rest(self) -> list[jax.Array]:
-        """The leaves of the rest."""
         return [self.weights[i] for i in self.plans.parts.indices]
 
     def layer(self, path: str, i: int) -> list[jax.Array]:
@@ -444,7 +443,6 @@ class Run:
         self.leaving.add(self.sums[key])
 
     def update(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
-        """Update the weights and the state."""
         gradients = self.complete(gradients, arrived)
         of_step = self.state.count, self.state.seed, self.factor
         indices, layer = self.leaves_of(key)

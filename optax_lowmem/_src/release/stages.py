@@ -89,11 +89,7 @@ def pull_layer(
 
 
 def last(
-    model: Layered | Program,
-    parts: Parts,
-    x: object,
-    batch: object,
-    positions: list[int],
+    model: Layered | Program, parts: Parts, x: object, batch: object, positions: list[int]
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
     """Return the loss (and aux), and the gradients of leaves and of x."""
 

@@ -34,13 +34,7 @@ Gradient = Callable[[jax.Array], jax.Array]
 
 
 class Norm:
-    """The squares of all gradients, added up.
-
-    Attributes:
-      parts: the parameters, split into stacks and the rest.
-      each: function applied to every gradient.
-      squares: the sum so far.
-    """
+    """The squares of all gradients, to each of which a function (`each`) is applied, added up."""
 
     def __init__(self, parts: Parts, each: Gradient):
         self.parts, self.each, self.squares = parts, each, jnp.float32(0)

@@ -1,7 +1,7 @@
 """The update of one layer of stacked parameters, or of parameters outside of stacks."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 from optax_lowmem._src.core import context, random
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.release.model import Parts, Stack
 from optax_lowmem._src.step import LeafPlan, LeafState
 from optax_lowmem._src.step.batch import LeafBatch
@@ -23,8 +24,7 @@ from optax_lowmem._src.wrappers.chain import clipping_factor, norm_of
 def layer_plan(rule: UpdateRule, plan: LeafPlan, layers: int, per_layer: bool) -> LeafPlan:
     """Return the plan of one layer from that of its stacked leaf; axis 0 is kept, with size 1.
 
-    Raises:
-      ValueError: for a leaf whose layers cannot be stepped one by one.
+    Raises for a leaf whose layers cannot be stepped one by one.
     """
     reason = _reason(rule, plan, per_layer) if layers > 1 else None
     if reason is not None:
@@ -121,11 +121,7 @@ Leaves = tuple[list[jax.Array], list[LeafState], list[LeafState]]
 class Plans:
     """Static decisions about the update of each leaf.
 
-    Attributes:
-      engine: the optimizer.
-      parts: the parameters, split into stacks and the rest.
-      whole: plans of the whole leaves.
-      of_layers: plans of one layer of stacked leaves, by index.
+    `whole` are the plans of the whole leaves, `of_layers` those of one layer of stacked leaves.
     """
 
     engine: Engine
@@ -156,16 +152,11 @@ class Plans:
 class Update:
     """The update of one step.
 
-    Attributes:
-      plans: the static decisions.
-      h: hyperparameters of the step.
-      count: the new step count.
-      keys: random keys of the leaves, uint32 [leaves].
-      limit: limits the norm of the gradient of each layer, and of each leaf of the rest; or None.
+    `limit`, if any, limits the norm of the gradient of each layer, and of each leaf of the rest.
     """
 
     plans: Plans
-    h: Mapping[str, jax.Array]
+    h: Arrays
     count: jax.Array
     keys: jax.Array
     limit: optax.GradientTransformation | None
@@ -189,11 +180,7 @@ class Update:
     ) -> Stepped:
         """Step one layer and return its new (weights, states, block-wise states).
 
-        Args:
-          stack: the stack of the layer.
-          layer: index of the layer.
-          gradients: gradients of the layer.
-          leaves: old (weights, states, block-wise states), with a layer axis of size 1.
+        `leaves` are the old ones, with a layer axis of size 1.
         """
         plans = [self.plans.of_layers[i] for i in stack.indices]
         whole = [self.plans.whole[i] for i in stack.indices]
@@ -240,7 +227,7 @@ class Update:
         return step_leaves(self.plans.engine.rule, batch)
 
 
-def _scaled(h: Mapping[str, jax.Array], factor: jax.Array | None) -> Mapping[str, jax.Array]:
+def _scaled(h: Arrays, factor: jax.Array | None) -> Arrays:
     return h if factor is None else {**h, "gradient_scale": factor}
 
 

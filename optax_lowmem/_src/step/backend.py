@@ -42,16 +42,9 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
 def choose(
     rule: UpdateRule, plan: LeafPlan, implementation: str | None = None, g: jax.Array | None = None
 ) -> tuple[str, str]:
-    """Return (implementation of a leaf, reason).
+    """Return (implementation of a leaf, reason), on the platform inferred from its gradient `g`.
 
-    Args:
-      rule: the optimizer's arithmetic.
-      plan: the plan of the leaf.
-      implementation: the caller's choice, or None.
-      g: the leaf's gradient, from which the platform is inferred.
-
-    Raises:
-      ValueError: if the implementation that the caller chose does not support the leaf.
+    Raises if the implementation that the caller chose does not support the leaf.
     """
     if implementation == "xla":
         return "xla", "asked for"
@@ -103,10 +96,7 @@ def fused_updates(
 ) -> list[Result]:
     """Compute `reference.fused_update` of each parameter with its fastest implementation.
 
-    Args:
-      rule: the optimizer's arithmetic.
-      batch: the parameters, with the hyperparameters and operands that `prepare_leaves` returns.
-      tuned: tile and launch sizes of a kernel; None for those tuned for the device.
+    `tuned` are tile and launch sizes of a kernel; None for those tuned for the device.
     """
     results: dict[int, Result] = {}
     placed = _placed(rule, batch)
@@ -156,10 +146,7 @@ def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
 
 
 def _on_mesh(
-    rule: UpdateRule,
-    batch: LeafBatch,
-    placed: Mapping[int, Placement],
-    tuned: tuning.Tuning | None,
+    rule: UpdateRule, batch: LeafBatch, placed: Mapping[int, Placement], tuned: tuning.Tuning | None
 ) -> Iterator[tuple[int, Result]]:
     """Yield (index, result) of the sharded parameters, stepping those of each mesh together."""
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import OF_BLOCK
 
@@ -49,34 +50,22 @@ class Result(NamedTuple):
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class LeafBatch:
-    """The operands of a step: one entry per parameter in each list.
+    """The operands of a step: one entry per parameter in each list."""
 
-    Attributes:
-      plans: static choices.
-      gradients: f32 or 16-bit, of the parameters' shapes.
-      weights: the parameters; each None to return the rule's direction.
-      states: stored slots, scales and corrections.
-      hyperparameters: f32 scalars of the step.
-      operands: additional hyperparameters of each entry, which override the shared ones.
-      keys: random keys, uint32 [n] or [n, 2]; entry i uses `keys[numbers[i]]`.
-      numbers: index of each entry's key.
-      implementation: the implementation that the caller chose, or None for the fastest.
-      blockwise: stored block-wise slots; their corrections are not used. Empty if the step does not
-        read them.
-      blockwise_keys: like `keys`, for block-wise slots.
-    """
-
-    plans: tuple[LeafPlan, ...]
-    gradients: list[jax.Array]
-    weights: list[Any]
-    states: list[LeafState]
-    hyperparameters: Mapping[str, jax.Array]
-    operands: list[Mapping[str, jax.Array]]
-    keys: jax.Array
-    numbers: tuple[int, ...]
+    plans: tuple[LeafPlan, ...]  # static choices
+    gradients: list[jax.Array]  # f32 or 16-bit, of the parameters' shapes
+    weights: list[Any]  # the parameters; each None to return the rule's direction
+    states: list[LeafState]  # stored slots, scales and corrections
+    hyperparameters: Arrays  # f32 scalars of the step
+    # additional hyperparameters of each entry, which override the shared ones
+    operands: list[Arrays]
+    keys: jax.Array  # random keys, uint32 [n] or [n, 2]; entry i uses `keys[numbers[i]]`
+    numbers: tuple[int, ...]  # index of each entry's key
+    # the implementation that the caller chose, or None for the fastest
     implementation: str | None = None
+    # stored block-wise slots; their corrections are not used. Empty if the step does not read them
     blockwise: list[LeafState] = dataclasses.field(default_factory=list)
-    blockwise_keys: jax.Array | None = None
+    blockwise_keys: jax.Array | None = None  # like `keys`, for block-wise slots
 
     def leaf(self, i: int) -> Leaf:
         """Return the arrays of an entry."""

@@ -16,6 +16,7 @@ from optax_lowmem._src.core import context, host, numerics, random, trees
 from optax_lowmem._src.core.compiled import FEW, compiled, each, is_eager, unstacked
 from optax_lowmem._src.core.hyperparameters import check_schedule
 from optax_lowmem._src.core.policy import warn_of_patterns
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.step import choose, fused_updates, matrices
 from optax_lowmem._src.step.batch import LeafBatch, LeafState
@@ -24,7 +25,7 @@ from optax_lowmem._src.step.prepare import prepare_leaves
 from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
 from optax_lowmem._src.step.state import StateFormat, check_order
 
-Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
+Hyperparameters = Callable[[jax.Array], Arrays]
 
 
 class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
@@ -41,16 +42,14 @@ class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: igno
 class Engine(StateFormat, LeafPlanner):
     """An optimizer: the settings of its plans, and its hyperparameters.
 
-    Attributes:
-      hyperparameters: returns the f32 scalars of a step, given the count before it.
-      schedules: the hyperparameters that were given as schedules, by name.
+    `hyperparameters` returns the f32 scalars of a step, given the count before it; `schedules` are
+    those that were given as schedules, by name.
     """
 
     hyperparameters: Hyperparameters
     schedules: Mapping[str, Callable[[jax.Array], Any]] = dataclasses.field(default_factory=dict)
 
     def transformation(self) -> "EngineTransformation":
-        """Return the optax transformation."""
         return EngineTransformation(self.init, self.update)
 
     def init(self, params: optax.Params) -> Any:
@@ -87,26 +86,25 @@ class Engine(StateFormat, LeafPlanner):
         state: optax.OptState,
         params: optax.Params,
         *,
-        h: Mapping[str, jax.Array] | None = None,
+        h: Arrays | None = None,
         count: jax.Array | None = None,
         gradient_scale: jax.Array | None = None,
         returns_params: bool = False,
     ) -> tuple[Any, Any]:
         """Return updates, or new parameters if `returns_params`, and the new state.
 
-        Args:
-          updates: gradients, f32 or 16-bit.
-          state: the old state.
-          params: the parameters, or None.
-          h: hyperparameters; by default those at the state's count.
-          count: the new count; by default the old one plus 1.
-          gradient_scale: a factor of the gradients.
-          returns_params: whether to return new parameters instead of updates.
+        By default the hyperparameters `h` are those at the state's count, and the new count is the
+        old one plus 1. `gradient_scale` is a factor of the gradients.
         """
         trees.check_state(state, self.rule.state_type)
         streams = any(map(host.is_on_host, jax.tree.leaves(state)))
         if streams:
-            _check_streams(state)
+            if not is_eager(jax.tree.leaves(state)):
+                raise ValueError(
+                    "this state is in host memory, and a jitted step would copy all of it to the "
+                    "device at once: call lowmem.step outside of jit, which streams it parameter "
+                    "by parameter, or release.train_step(offload=True) layer by layer."
+                )
             state = state._replace(**host.brought({"count": state.count, "seed": state.seed}))
         h = self.hyperparameters(state.count) if h is None else h
         if gradient_scale is not None:
@@ -141,13 +139,10 @@ class Engine(StateFormat, LeafPlanner):
         results = jax.tree.unflatten(jax.tree.structure(like), results)
         return results, self.pack(count, plans, states, blockwise, like, state)
 
-    def _stand_in(
-        self, updates: optax.Updates, state: optax.OptState, h: Mapping[str, jax.Array]
-    ) -> Any:
+    def _stand_in(self, updates: optax.Updates, state: optax.OptState, h: Arrays) -> Any:
         """Return substitutes for missing parameters: f32 arrays whose values are not used.
 
-        Raises:
-          ValueError: if the step needs the parameters, with the reason.
+        Raises if the step needs the parameters, with the reason.
         """
         reason, named = None, trees.named_leaves(updates)
         narrow = [(name, g) for name, g in named if numerics.is_narrow(jnp.result_type(g))]
@@ -186,9 +181,7 @@ Stepped = tuple[list[jax.Array], list[LeafState], list[LeafState]]
 def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
     """Return (updates, states, states of block-wise slots) of parameters or their shards.
 
-    Args:
-      rule: the optimizer's arithmetic.
-      batch: the parameters; if their plans `returns_params`, the updates are new parameters.
+    If the plans `returns_params`, the updates are new parameters.
     """
     plans = [
         dataclasses.replace(plan, update_dtype=g.dtype)
@@ -244,16 +237,6 @@ def _step_streamed(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         stepped.append((updates, *slots))
     updates, states, blockwise = ([x for (x,) in column] for column in zip(*stepped, strict=True))
     return updates, states, blockwise
-
-
-def _check_streams(state: optax.OptState) -> None:
-    """Raise if a state in host memory is stepped inside of jit."""
-    if not is_eager(jax.tree.leaves(state)):
-        raise ValueError(
-            "this state is in host memory, and a jitted step would copy all of it to the device at "
-            "once: call lowmem.step outside of jit, which streams it parameter by parameter, or "
-            "release.train_step(offload=True) layer by layer."
-        )
 
 
 def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import Block, product
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.kernels import gpu_kernel, jaxpr_to_triton, platform, tiles
 from optax_lowmem._src.kernels.fallback import on_one_device, with_fallback
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
@@ -282,7 +283,7 @@ def _step_tile(
     plan: LeafPlan,
     approximations: numerics.Approximations | None,
     leaf: Leaf,
-    h: Mapping[str, jax.Array],
+    h: Arrays,
     seeds: random.Seeds | None,
 ) -> Result:
     if approximations is None:
@@ -294,11 +295,7 @@ def _step_tile(
 def _load(plan: LeafPlan, place: tiles.Place, of_slots: Sequence[tiles.Place], leaf: Any) -> Leaf:
     """Load a tile of a leaf, without `of_block`; lanes and groups out of bounds are zero.
 
-    Args:
-      plan: plan of the leaf.
-      place: place of the tile in the leaf.
-      of_slots: its place in the array of each slot.
-      leaf: operands.
+    `of_slots` are the tile's places in the arrays of the slots.
     """
     state = leaf.state
     g, p, correction = place.load(leaf.g), None, None
@@ -337,17 +334,9 @@ def launch(
 ) -> list[Result]:
     """Step leaves whose plans differ only in path and shape.
 
-    Args:
-      rule: the optimizer's arithmetic.
-      plans: one per leaf.
-      leaves: the arrays of each leaf.
-      names: names of the hyperparameters.
-      scalars: the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] if they differ
-        between leaves.
-      keys: random keys of all leaves of the tree, uint32 [leaves], or of their shards, [leaves, 2].
-      leaf_numbers: indices of these leaves' keys, int32 [len(plans)].
-      tile: size of a tile, and its warps.
-      backend: as in `gpu_kernel.launch`.
+    `scalars` are the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] if they
+    differ between leaves. `keys` are of all leaves of the tree, uint32 [leaves], or of their
+    shards, [leaves, 2]; `leaf_numbers`, int32 [len(plans)], are the indices of these leaves' keys.
     """
     codes = [_code_of(plan, tile) if backend == "triton" else None for plan in plans]
     most = _MAX_POINTERS // (2 * len(jax.tree.leaves(leaves[0])) + 1)

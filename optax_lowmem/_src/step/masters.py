@@ -108,8 +108,7 @@ def kept_weights(
 def corrections_of(params: optax.Params, state: optax.OptState) -> dict[str, jax.Array]:
     """Return the corrections of 16-bit weights in an optimizer state, by path.
 
-    Raises:
-      ValueError: if a leaf has two corrections, or one for another name, dtype or shape.
+    Raises if a leaf has two corrections, or one for another name, dtype or shape.
     """
     corrections: dict[str, jax.Array] = {}
     weights = dict(trees.named_leaves(params))
@@ -135,8 +134,7 @@ def corrections_of(params: optax.Params, state: optax.OptState) -> dict[str, jax
 def _fits(path: str, weight: jax.Array, correction: jax.Array) -> bool:
     """Return whether an array is the correction of this weight, and not a placeholder.
 
-    Raises:
-      ValueError: if it is a correction whose dtype or shape does not fit the weight.
+    Raises if it is a correction whose dtype or shape does not fit the weight.
     """
     if not jnp.ndim(correction):
         return not jnp.ndim(weight) and weight.dtype != jnp.float32

@@ -10,7 +10,7 @@ products and once after them, and never between.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from optax_lowmem._src.core import context, varying
 from optax_lowmem._src.core.sharding import left_to_xla, sharding_of
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.step import xla
 from optax_lowmem._src.step.backend import fused_updates
@@ -40,9 +41,7 @@ class _Direction(UpdateRule):
     state_type = None
     prepares = "leaf"
 
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         """Return the gradient, times the factor of its block if there is one."""
         del slots
         return (g * h[OF_BLOCK] if OF_BLOCK in h else g), {}
@@ -57,7 +56,8 @@ def step_leaves(rule: MatrixRule, batch: LeafBatch) -> Stepped:
         varying.check_whole(plan.path, arrays, "a direction of whole matrices")
     results: dict[int, tuple[Result, LeafState]] = {}
     done: Any = ()
-    for indices in stacks(batch.plans, _devices(batch.gradients)):
+    mesh = _mesh(batch.gradients[0]) if batch.gradients else None
+    for indices in stacks(batch.plans, 1 if mesh is None else mesh.size):
         stack = batch.take(indices).with_keys_in_order()
         if done:
             arrays = varying.after(
@@ -80,7 +80,7 @@ def _on_cpu() -> bool:
     return jax.default_backend() == "cpu" and platform.no_device_reason() is not None
 
 
-def _after(h: Mapping[str, jax.Array], done: jax.Array) -> Mapping[str, jax.Array]:
+def _after(h: Arrays, done: jax.Array) -> Arrays:
     """Return `h` with an artificial data dependency on an array, which does not change its values.
 
     XLA's CPU backend drops barriers before it schedules. On a mesh, where the dependency would
@@ -95,11 +95,9 @@ def _after(h: Mapping[str, jax.Array], done: jax.Array) -> Mapping[str, jax.Arra
 
 
 def stacks(plans: Sequence[LeafPlan], devices: int = 1) -> Iterator[list[int]]:
-    """Yield the indices of the leaves in each stack, whose matrices have equal shapes.
+    """Yield the indices of the leaves in each stack, which so many devices share.
 
-    Args:
-      plans: the plans of all leaves.
-      devices: number of devices that share a stack.
+    The matrices of a stack have equal shapes.
     """
     kinds: dict[tuple[int, ...], list[int]] = {}
     for i, plan in enumerate(plans):
@@ -126,7 +124,6 @@ def _temporary_elements(rows: int, columns: int) -> int:
 
 
 def _step_stack(rule: MatrixRule, stack: LeafBatch) -> Stepped:
-    """Step one stack."""
     blockwise = stack.blockwise
     stack = dataclasses.replace(stack, blockwise=[], blockwise_keys=None)
     h, dtype = stack.hyperparameters, jnp.dtype(rule.dtype)
@@ -187,7 +184,7 @@ def _directions(
     plans: Sequence[LeafPlan],
     before: list[jax.Array],
     blockwise: list[LeafState],
-    h: Mapping[str, jax.Array],
+    h: Arrays,
 ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
     """Return of each leaf the direction, the factors of its rate and blocks, and block-wise slots.
 
@@ -195,7 +192,7 @@ def _directions(
     """
 
     def work(
-        before: list[jax.Array], values: list[tuple[jax.Array, ...]], h: Mapping[str, jax.Array]
+        before: list[jax.Array], values: list[tuple[jax.Array, ...]], h: Arrays
     ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
         pairs = [(plan.matrices, plan.shape) for plan in plans if plan.matrices is not None]
         parts = [m.to_stack(x) for (m, _), x in zip(pairs, before, strict=True)]
@@ -213,7 +210,7 @@ def _directions(
             if not plan.blockwise or plan.matrices is None:
                 factors, slots = [*factors, {}], [*slots, ()]
                 continue
-            named = {slot.name: x for slot, x in zip(plan.blockwise, own, strict=True)}
+            named: Arrays = {slot.name: x for slot, x in zip(plan.blockwise, own, strict=True)}
             factor, named = rule.scale_blocks(plan.matrices, direction, named, h)
             factors.append({OF_BLOCK: factor})
             slots.append(tuple(named[slot.name] for slot in plan.blockwise))
@@ -237,12 +234,7 @@ def _mesh(x: jax.Array) -> Mesh | AbstractMesh | None:
     return None if mesh.empty or mesh.size == 1 or mesh.manual_axes else mesh
 
 
-def _devices(gradients: Sequence[jax.Array]) -> int:
-    mesh = _mesh(gradients[0]) if gradients else None
-    return 1 if mesh is None else mesh.size
-
-
-def _on_devices(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+def _on_devices(rule: MatrixRule, stack: jax.Array, h: Arrays) -> jax.Array:
     """Apply `of_matrices` to a stack, distributing whole matrices over the devices."""
     mesh, count = _mesh(stack), stack.shape[0]
     if mesh is None:
@@ -262,7 +254,7 @@ def _on_devices(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) 
     return result[:count]
 
 
-def _in_parts(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+def _in_parts(rule: MatrixRule, stack: jax.Array, h: Arrays) -> jax.Array:
     """Apply `of_matrices` to slices of a stack with at most `_ELEMENTS` elements."""
     count, *shape = stack.shape
     together = max(1, _ELEMENTS // max(1, _temporary_elements(*shape)))

@@ -16,15 +16,10 @@ Axes = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """The row and column axes of the matrices in a leaf; all other axes are batch axes.
+    """The row and column axes of the matrices in a leaf; all other axes are batch axes."""
 
-    Attributes:
-      rows: non-negative axes that x W sums over (`reduction_axis` of optax).
-      columns: non-negative axes of the result of x W (`output_axis` of optax).
-    """
-
-    rows: Axes
-    columns: Axes
+    rows: Axes  # non-negative axes that x W sums over (`reduction_axis` of optax)
+    columns: Axes  # non-negative axes of the result of x W (`output_axis` of optax)
 
     def fans(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the numbers of rows and columns of each matrix: fan-in and fan-out."""
@@ -70,12 +65,7 @@ class MatrixAxes:
     dimensions: Dimensions = None
 
     def of(self, params: optax.Params) -> dict[str, Matrices]:
-        """Return the matrix axes of the leaves that are matrices, by path.
-
-        Raises:
-          ValueError: if axes do not fit their leaf, or the tree does not fit the parameters.
-          TypeError: if an entry is neither dimension numbers nor None.
-        """
+        """Return the axes of the leaves that are matrices, by path; raises if they do not fit."""
         leaves = trees.named_leaves(params)
         if self.dimensions is None:
             return {p: Matrices((0,), (1,)) for p, leaf in leaves if len(leaf.shape) == 2}

@@ -73,13 +73,7 @@ def _block_specs(plan: LeafPlan, place: Placement) -> Any:
 def fused_updates(
     step: Callable[[LeafBatch], list[Result]], batch: LeafBatch, places: Sequence[Placement]
 ) -> list[Result]:
-    """Step parameters on one mesh.
-
-    Args:
-      step: steps the shards of one device.
-      batch: the parameters.
-      places: the sharding of each parameter.
-    """
+    """Step parameters on one mesh; `step` steps the shards of one device."""
     batch = batch.with_keys_in_order()
     mesh, every = places[0].mesh, PartitionSpec()
     typed = _explicit(mesh)
@@ -143,16 +137,11 @@ class StepPartition(Partition):
         numbers: tuple[int, ...],
         arguments: tuple[Any, ...],
     ) -> None:
-        """Partition step(plans, numbers, leaves, scalars, keys).
+        """Partition step(plans, numbers, leaves, scalars, keys), which must not close over arrays.
 
-        Args:
-          backend: name of the implementation.
-          content: all that the step depends on but its arguments.
-          step: steps leaves; it must not close over arrays.
-          paths: of the leaves.
-          plans: of the leaves, without paths.
-          numbers: indices of their keys.
-          arguments: (leaves, scalars, keys), or their types.
+        `content` is all that the step depends on but its arguments; `plans` have no paths;
+        `numbers` are the indices of the leaves' keys. `arguments` are (leaves, scalars, keys), or
+        their types.
         """
         super().__init__()
         self._content, self._step, self._plans, self._numbers = content, step, plans, numbers
@@ -212,14 +201,14 @@ class StepPartition(Partition):
         """Return the rule: arrays of a leaf have one sharding, and groups stay whole."""
         factors = [_Factors(f"leaf{i}_", plan) for i, plan in enumerate(self._plans)]
         owner = {j: i for i, owners in enumerate(self._owners) for j in owners}
-        whole: list[str] = []
+        uncut: list[str] = []
         mappings = []
         for j, shape in enumerate(self._shapes):
             if j in owner and len(shape) == len(self._plans[owner[j]].shape):
-                mappings.append(factors[owner[j]].of(shape, whole))
+                mappings.append(factors[owner[j]].of(shape, uncut))
             else:
                 names = [f"operand{j}_{d}" for d in range(len(shape))]
-                whole += names
+                uncut += names
                 mappings.append(ArrayMapping(*names))
         sizes: dict[str, Any] = {}
         for own in factors:
@@ -228,7 +217,7 @@ class StepPartition(Partition):
         return SdyShardingRule(
             tuple(mappings),
             tuple(mappings[j] for j in self._likes),
-            need_replication_factors=tuple(dict.fromkeys(whole)),
+            need_replication_factors=tuple(dict.fromkeys(uncut)),
             **{name: size for name, size in sizes.items() if name not in alone},
         )
 
@@ -274,25 +263,25 @@ class _Factors:
         size = plan.group_size if plan.in_groups else 1
         self.groups = group_count(last, size) if last % size == 0 else 1
 
-    def of(self, shape: tuple[int, ...], whole: list[str]) -> ArrayMapping:
-        """Return the names of an array's dimensions, adding those that are not cut to `whole`."""
+    def of(self, shape: tuple[int, ...], uncut: list[str]) -> ArrayMapping:
+        """Return the names of an array's dimensions, adding those that are not cut to `uncut`."""
         dims: list[Any] = []
         for d, size in enumerate(shape[:-1]):
-            dims.append(self.rest[d] if size == self.shape[d] else self._whole(d, size, whole))
+            dims.append(self.rest[d] if size == self.shape[d] else self._uncut(d, size, uncut))
         last, groups = shape[-1], f"{self.prefix}groups"
         inner = last // self.groups
         if self.groups == 1 or last % self.groups:
-            dims.append(self._whole(len(shape) - 1, last, whole))
+            dims.append(self._uncut(len(shape) - 1, last, uncut))
         elif inner == 1:
             dims.append(groups)
         else:
             name = f"{self.prefix}lanes{inner}"
             self.sizes |= {name: inner, groups: self.groups}
-            whole.append(name)
+            uncut.append(name)
             dims.append(CompoundFactor(groups, name))
         return ArrayMapping(*dims)
 
-    def _whole(self, d: int, size: int, whole: list[str]) -> str:
-        """Name a dimension that is not cut, and add the name to `whole`."""
-        whole.append(f"{self.prefix}{d}_of{size}")
-        return whole[-1]
+    def _uncut(self, d: int, size: int, uncut: list[str]) -> str:
+        """Name a dimension that is not cut, and add the name to `uncut`."""
+        uncut.append(f"{self.prefix}{d}_of{size}")
+        return uncut[-1]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from optax_lowmem._src.core import random
 from optax_lowmem._src.core.groups import Tiling, result_like
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.batch import Leaf, LeafState, Result
 from optax_lowmem._src.step.plan import LeafPlan
@@ -76,11 +77,7 @@ def restored(plan: LeafPlan, leaf: Leaf, result: Result) -> Result:
 
 
 def step_tile(
-    rule: UpdateRule,
-    plan: LeafPlan,
-    leaf: Leaf,
-    h: Mapping[str, jax.Array],
-    seeds: random.Seeds | None,
+    rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Arrays, seeds: random.Seeds | None
 ) -> Result:
     """Step one tile [groups, lanes], one group per row: decode, rule, split, encode.
 

@@ -20,14 +20,7 @@ from optax_lowmem._src.step.storage import Storage
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
-    """Storage of one slot of a leaf.
-
-    Attributes:
-      name: name of the slot.
-      codec: codec of the slot, or None to store its values.
-      dtype: dtype of the codes, or of the values without a codec.
-      stochastic: whether codes are rounded stochastically.
-    """
+    """Storage of one slot of a leaf: `dtype` is of its codes, or of its values without a codec."""
 
     name: str
     codec: GroupCodec | None
@@ -42,38 +35,25 @@ class SlotPlan:
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """Storage and update of a leaf.
+    """Storage and update of a leaf."""
 
-    Attributes:
-      path: name of the leaf, used in errors and in the random hash.
-      shape: shape of the parameter.
-      dtype: dtype of the parameter.
-      group_size: number of neighbours that share a scale.
-      slots: one plan per elementwise slot.
-      split: split of the master weight; None for f32 parameters and without master weights.
-      update_dtype: dtype of the emitted update.
-      decays: whether weight decay applies.
-      returns_params: whether the step returns new parameters instead of updates.
-      block: which elements share a value of block-wise slots; None if the rule has none.
-      blockwise: one plan per block-wise slot, whose groups are those of its flattened values.
-      matrices: axes of the matrices of a leaf that a `MatrixRule` steps.
-      rounds: whether a 16-bit weight without a split is rounded stochastically.
-      follows_gradient: whether a gradient in the parameter's dtype gets an update in that dtype.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: jnp.dtype
-    group_size: int
-    slots: tuple[SlotPlan, ...]
+    path: str  # used in errors and in the random hash
+    shape: tuple[int, ...]  # of the parameter
+    dtype: jnp.dtype  # of the parameter
+    group_size: int  # number of neighbours that share a scale
+    slots: tuple[SlotPlan, ...]  # one plan per elementwise slot
+    # split of the master weight; None for f32 parameters and without master weights
     split: MasterSplit | None
-    update_dtype: jnp.dtype
-    decays: bool = True
-    returns_params: bool = False
+    update_dtype: jnp.dtype  # of the emitted update
+    decays: bool = True  # whether weight decay applies
+    returns_params: bool = False  # whether the step returns new parameters instead of updates
+    # which elements share a value of block-wise slots; None if the rule has none
     block: Block | None = None
+    # one plan per block-wise slot, whose groups are those of its flattened values
     blockwise: tuple[SlotPlan, ...] = ()
-    matrices: Matrices | None = None
-    rounds: bool = False
+    matrices: Matrices | None = None  # axes of the matrices of a leaf that a `MatrixRule` steps
+    rounds: bool = False  # whether a 16-bit weight without a split is rounded stochastically
+    # whether a gradient in the parameter's dtype gets an update in that dtype
     follows_gradient: bool = False
 
     @property
@@ -200,17 +180,8 @@ def decide_slot(
 ) -> context.Decision:
     """Decide whether a codec stores a slot of a leaf, without recording the decision.
 
-    Args:
-      path: name of the leaf.
-      shape: shape of the leaf.
-      slot: name of the slot.
-      codec: codec of the slot, or None.
-      group_size: number of neighbours that share a scale.
-      stochastic: whether codes are rounded stochastically.
-      policy: which leaves and slots stay in f32.
-      masked_out: whether the policy's mask is False for this leaf.
-      stored: whether the current state stores codes for the slot.
-      refused: a reason to keep f32 that precedes the policy's.
+    `stored` says whether the current state has codes for the slot; `refused` is a reason to keep
+    f32 that precedes the policy's.
     """
     refused = refused or ("the policy's mask is False here" if masked_out else None)
     reason = refused or policy.reason(path, shape, slot, stored)
@@ -237,11 +208,7 @@ def rounds_weights(storage: Storage) -> bool:
 
 
 def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:
-    """Return `split_for` of a leaf, and record the reason.
-
-    Raises:
-      ValueError: for fp16 weights that would be rounded stochastically.
-    """
+    """Return `split_for` of a leaf, and record why; raises for fp16 weights to be rounded."""
     split = split_for(storage, dtype)
     rounds = rounds_weights(storage) and dtype != jnp.float32
     if rounds and dtype != jnp.bfloat16:
@@ -266,25 +233,18 @@ def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit |
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LeafPlanner:
-    """Plans the leaves of an optimizer.
-
-    Attributes:
-      rule: the optimizer's arithmetic.
-      storage: how the state is stored.
-      weights: whether to update weights (learning rate, decay, split) or to return directions.
-      decay_mask: optax-style mask of weight decay.
-      slot_dtypes: dtypes of uncompressed slots, by default f32.
-      structure: which elements share a value of block-wise slots.
-      matrices: which leaves are matrices, for rules that treat these differently; the mask does
-        not apply to the other leaves.
-    """
+    """Plans the leaves of an optimizer."""
 
     rule: UpdateRule
     storage: Storage
+    # whether to update weights (learning rate, decay, split) or to return directions
     weights: bool = True
-    decay_mask: optax.MaskOrFn = None
+    decay_mask: optax.MaskOrFn = None  # optax-style mask of weight decay
+    # dtypes of uncompressed slots, by default f32
     slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    structure: BlockStructure | None = None
+    structure: BlockStructure | None = None  # which elements share a value of block-wise slots
+    # which leaves are matrices, for rules that treat these differently; the mask does not apply to
+    # the other leaves
     matrices: MatrixAxes | None = None
 
     def plans(
@@ -295,10 +255,7 @@ class LeafPlanner:
     ) -> list[LeafPlan]:
         """Return the plan of each leaf, and record the decisions.
 
-        Args:
-          params: the parameters; in a `shard_map`, this device's shards.
-          state: the state to be stepped; None before `init`.
-          returns_params: whether the step returns new parameters instead of updates.
+        In a `shard_map` the parameters are this device's shards; the state is None before `init`.
         """
         storage, leaves = self.storage, trees.named_leaves(params)
         if not leaves:  # also for the placeholder of optax.tree.map_params, which fits no mask
@@ -387,10 +344,7 @@ def describe_block(
 ) -> context.Decision:
     """Return the decision about a block-wise slot, with the form of its block and its reasons.
 
-    Args:
-      decision: from `decide_slot`.
-      block: the block.
-      configured: whether the slot has a codec, so that there is a reason if it is not compressed.
+    Only a `configured` slot, one with a codec, has a reason if it is not compressed.
     """
     form = f"{decision.form or 'f32'}, {block.description or 'a value a block'}"
     why = decision.reason if configured and decision.codec is None else ""

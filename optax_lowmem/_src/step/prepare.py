@@ -15,6 +15,7 @@ from optax_lowmem._src.blocks import block_means
 from optax_lowmem._src.core import context, varying
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.sharding import left_to_xla, sharding_of
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.backend import fused_updates
 from optax_lowmem._src.step.batch import LeafBatch, LeafState
@@ -28,9 +29,7 @@ _prepare = jax.jit(reference.prepare, static_argnames=("rule", "plan"))
 def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[LeafState]]:
     """Add the operands of `rule.prepare` to a batch; also returns the new block-wise slots.
 
-    Args:
-      rule: the optimizer's arithmetic, whose `prepares` is `leaf` or `blocks`.
-      batch: parameters with f32 hyperparameters; for `blocks`, without `l2`.
+    The batch has f32 hyperparameters; for a rule that prepares `blocks`, without `l2`.
     """
     if rule.prepares == "leaf":
         prepared = []
@@ -51,7 +50,8 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
             )
     shardings = [
         (
-            _operand_shardings(block, s.slots[0]),
+            # of `Block.operands`: v's sharding if there is one part, else XLA's choice
+            sharding_of(s.slots[0]) if len(block.parts) == 1 else (None,) * len(block.parts),
             jax.tree.map(sharding_of, (s.slots, s.scales)),
         )
         for block, s in zip(blocks, batch.blockwise, strict=True)
@@ -64,11 +64,6 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
     result = left_to_xla(work, shardings, *operands)
     of_blocks: list[Mapping[str, Any]] = [{OF_BLOCK: of_block} for of_block, _ in result]
     return dataclasses.replace(batch, operands=of_blocks), [LeafState(*new) for _, new in result]
-
-
-def _operand_shardings(block: Block, v: jax.Array) -> Any:
-    """Return the shardings of `Block.operands`: v's if there is one part, else XLA's choice."""
-    return sharding_of(v) if len(block.parts) == 1 else (None,) * len(block.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +81,9 @@ class _BlockRule(UpdateRule):
 
     @property
     def state_type(self) -> Any:
-        """The state type of the rule."""
         return self.rule.state_type
 
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         """Return the operand of each block as the direction, and the new slots."""
         operands, new = self.rule.prepare(g, slots, h)
         return operands[OF_BLOCK], new
@@ -105,7 +97,7 @@ def _prepare_blocks(
     implementation: str | None,
     gradients: Sequence[jax.Array],
     blockwise: Sequence[LeafState],
-    h: Mapping[str, jax.Array],
+    h: Arrays,
     keys: jax.Array,
 ) -> list[tuple[Any, tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]]:
     """Return (`Block.operands`, (new block-wise slots, scales)) of each parameter."""

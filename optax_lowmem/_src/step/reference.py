@@ -16,6 +16,7 @@ from jax import lax
 
 from optax_lowmem._src.codecs import BitSplit, GroupCodec, MasterSplit, UlpSplit
 from optax_lowmem._src.core import groups, numerics, random
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.step.batch import Leaf, LeafState, Result
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
@@ -30,15 +31,11 @@ Measured = Mapping[str, tuple[jax.Array, Any]]  # slot name -> (stored scales, d
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Layout of a step's arrays; here of whole leaves, [..., n], with groups on the last axis.
+    """Layout of a step's arrays; here of whole leaves, [..., n], with groups on the last axis."""
 
-    Attributes:
-      group_size: number of neighbours on the last axis that share one value of the random bits R.
-      length: length of the last axis.
-    """
-
+    # number of neighbours on the last axis that share one value of the random bits R
     group_size: int
-    length: int
+    length: int  # of the last axis
 
     def to_groups(self, x: jax.Array) -> jax.Array:
         """Reshape an array to [..., groups, lanes]."""
@@ -61,11 +58,9 @@ class TileLayout(Layout):
     """Layout of a kernel's tile, [groups, lanes]: each row is one group."""
 
     def to_groups(self, x: jax.Array) -> jax.Array:
-        """Return the tile."""
         return x
 
     def to_elements(self, of_groups: Any) -> Any:
-        """Broadcast values per group to their elements."""
         return jax.tree.map(lambda x: x[..., None], of_groups)
 
 
@@ -77,9 +72,7 @@ def whole(plan: LeafPlan) -> Layout:
 # ---- decode and advance --------------------------------------------------------------------------
 
 
-def decode(
-    plan: LeafPlan, state: LeafState, layout: Layout, units: Units | None = None
-) -> dict[str, jax.Array]:
+def decode(plan: LeafPlan, state: LeafState, layout: Layout, units: Units | None = None) -> Arrays:
     """Decode the slots of a leaf to f32; `units` are its decoded scales, if computed before."""
     scales = iter(state.scales)
     values = {}
@@ -97,10 +90,10 @@ def advance(
     rule: UpdateRule,
     plan: LeafPlan,
     leaf: Leaf,
-    h: Mapping[str, jax.Array],
+    h: Arrays,
     layout: Layout | None = None,
     units: Units | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[jax.Array, Arrays]:
     """Return the step to subtract from the master weight, and the new f32 values of the slots.
 
     Without a weight, the step is the rule's direction. In a kernel's layout, `leaf.of_block`
@@ -121,7 +114,7 @@ def advance(
 
 
 def gradient_and_weight(
-    plan: LeafPlan, leaf: Leaf, h: Mapping[str, jax.Array]
+    plan: LeafPlan, leaf: Leaf, h: Arrays
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the gradient as the rule takes it, and the master weight or None."""
     g = numerics.widen(leaf.g)
@@ -135,9 +128,7 @@ def gradient_and_weight(
     return g + h["l2"] * weight if plan.decays and "l2" in h else g, weight
 
 
-def prepare(
-    rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
+def prepare(rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Arrays) -> Arrays:
     """Return the operands that a rule computes from a whole leaf; they override entries of `h`."""
     if rule.prepares != "leaf":
         return {}
@@ -148,7 +139,7 @@ def prepare(
 # ---- encode --------------------------------------------------------------------------------------
 
 
-def measure(plan: LeafPlan, values: Mapping[str, jax.Array]) -> Measured:
+def measure(plan: LeafPlan, values: Arrays) -> Measured:
     """Return (stored scales, divisors) of each slot of a whole leaf that has a codec."""
     return {
         slot.name: slot.codec.measure(whole(plan).to_groups(values[slot.name]))
@@ -159,19 +150,15 @@ def measure(plan: LeafPlan, values: Mapping[str, jax.Array]) -> Measured:
 
 def encode(
     plan: LeafPlan,
-    values: Mapping[str, jax.Array],
+    values: Arrays,
     seeds: random.Seeds | None,
     layout: Layout,
     measured: Measured | None = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
     """Encode the new values of the slots; returns them as stored, and the scales of their codecs.
 
-    Args:
-      plan: the leaf's static choices.
-      values: new values of the slots, f32.
-      seeds: random bits for codes that are rounded stochastically; None to round to nearest.
-      layout: layout of the arrays.
-      measured: the result of `measure`, if computed before.
+    Without seeds (random bits) codes are rounded to nearest. `measured` is the result of `measure`,
+    if computed before.
     """
     slots, scales = [], []
     for slot in plan.slots:
@@ -287,9 +274,11 @@ def _missed(master: jax.Array, p: jax.Array) -> jax.Array:
 
 def _towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the update rounded to a dtype, as f32; XLA would drop an `astype` round trip."""
+    back = numerics.widen(p) - numerics.widen(target)
+    if dtype != jnp.float32:
+        back = numerics.round_to(back, dtype)  # before the sign: kernels round no negative NaN
     # where nothing changes this is -0.0, which preserves the sign of a weight of -0.0
-    exact = numerics.negative(numerics.widen(p) - numerics.widen(target))
-    return exact if dtype == jnp.float32 else numerics.round_to(exact, dtype)
+    return numerics.negative(back)
 
 
 def _reached(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -321,7 +310,7 @@ def fused_update(
     rule: UpdateRule,
     plan: LeafPlan,
     leaf: Leaf,
-    h: Mapping[str, jax.Array],
+    h: Arrays,
     key: jax.Array,
     two_passes: bool = False,
 ) -> Result:

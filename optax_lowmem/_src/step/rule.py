@@ -2,12 +2,12 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 
 from optax_lowmem._src.core.block import Block
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.step.matrix_axes import Matrices
 
 OF_BLOCK = "of_block"  # the operand that `prepare` returns for blocks: one value per block
@@ -15,21 +15,13 @@ OF_BLOCK = "of_block"  # the operand that `prepare` returns for blocks: one valu
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A state field with one value per element of a parameter, or per block of elements.
+    """A state field with one value per element of a parameter, or per block of elements."""
 
-    Attributes:
-      name: `mu` or `nu`: the field of `Storage` that has its codec.
-      signed: whether its values may be negative.
-      blockwise: whether the elements of a `Block` share one value.
-      skips_matrices: whether leaves that are matrices do not have it.
-      compressed: whether its codec is used; else its values are f32.
-    """
-
-    name: str
-    signed: bool
-    blockwise: bool = False
-    skips_matrices: bool = False
-    compressed: bool = True
+    name: str  # `mu` or `nu`: the field of `Storage` that has its codec
+    signed: bool  # whether its values may be negative
+    blockwise: bool = False  # whether the elements of a `Block` share one value
+    skips_matrices: bool = False  # whether leaves that are matrices do not have it
+    compressed: bool = True  # whether its codec is used; else its values are f32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +52,7 @@ class UpdateRule(abc.ABC):
         """The NamedTuple of the state: count, seed, slots, their scales, correction."""
 
     @abc.abstractmethod
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         """Return the direction (to be multiplied by -lr) and the new slots.
 
         Args:
@@ -77,36 +67,25 @@ class UpdateRule(abc.ABC):
         del matrices
         return self
 
-    def hyperparameters_of(
-        self, matrices: Matrices | None, h: Mapping[str, jax.Array]
-    ) -> Mapping[str, jax.Array]:
+    def hyperparameters_of(self, matrices: Matrices | None, h: Arrays) -> Arrays:
         """Select the hyperparameters of the rule `for_leaf`, under the names that it uses."""
         del matrices
         return h
 
-    def prepare(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def prepare(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[Arrays, Arrays]:
         """Return operands of `update` that depend on many elements, and the new block-wise slots.
 
-        `update` receives the operands in h, broadcast to the elements.
-
-        Args:
-          g: for `leaf`, the gradient of a whole leaf; for `blocks`, the mean of its square over
-            each block.
-          slots: for `leaf`, the decoded slots with one value per element; for `blocks`, the
-            block-wise ones.
-          h: as in `update`.
+        `update` receives the operands in h, broadcast to the elements. For `leaf`, g is the
+        gradient of a whole leaf, and the slots are decoded, with one value per element; for
+        `blocks`, g is the mean of the gradient's square over each block, and the slots are the
+        block-wise ones.
         """
         return {}, {}
 
-    def accumulating(
-        self, h: Mapping[str, jax.Array], first: jax.Array, every: int
-    ) -> dict[str, jax.Array]:
+    def accumulating(self, h: Arrays, first: jax.Array, every: int) -> Arrays:
         """Return `h` for one of `every` micro-batches accumulated into the moments of one step.
 
-        Raises:
-          ValueError: for a rule whose direction needs the whole gradient at once.
+        Raises for a rule whose direction needs the whole gradient at once.
         """
         raise ValueError(
             f"{type(self).__name__} needs the whole gradient at once, so micro-batches cannot go "
@@ -135,39 +114,20 @@ class MatrixRule(UpdateRule):
         return None
 
     def scale_blocks(
-        self,
-        matrices: Matrices,
-        direction: jax.Array,
-        slots: Mapping[str, jax.Array],
-        h: Mapping[str, jax.Array],
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return a factor of each block's direction, f32, and the new block-wise slots.
-
-        Args:
-          matrices: the matrix axes of the leaf.
-          direction: the result of `of_matrices`.
-          slots: the block-wise slots.
-          h: as in `update`.
-        """
+        self, matrices: Matrices, direction: jax.Array, slots: Arrays, h: Arrays
+    ) -> tuple[jax.Array, Arrays]:
+        """Return a factor of each block's direction, f32, and the new block-wise slots."""
         raise NotImplementedError(f"{type(self).__name__} has no block-wise slots")
 
     @abc.abstractmethod
-    def of_matrices(self, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+    def of_matrices(self, stack: jax.Array, h: Arrays) -> jax.Array:
         """Return the directions of a stack [matrices, rows, columns], in its dtype."""
 
     @abc.abstractmethod
     def scale(
-        self,
-        matrices: Matrices,
-        before: jax.Array,
-        direction: jax.Array,
-        h: Mapping[str, jax.Array],
+        self, matrices: Matrices, before: jax.Array, direction: jax.Array, h: Arrays
     ) -> jax.Array:
         """Return the factor of a leaf's learning rate, f32 [].
 
-        Args:
-          matrices: the matrix axes of the leaf.
-          before: the direction that `update` returned.
-          direction: the result of `of_matrices`.
-          h: as in `update`.
+        `before` is the direction that `update` returned, `direction` the result of `of_matrices`.
         """

@@ -24,9 +24,7 @@ _PLACEHOLDER = jax.ShapeDtypeStruct((), jnp.float32)  # of a slot that a paramet
 class StateFormat:
     """Makes the states of an optimizer, and divides them into the states of parameters.
 
-    Attributes:
-      rule: the optimizer's arithmetic.
-      weights: whether to update weights (learning rate, decay, split) or to return directions.
+    Without `weights` (learning rate, decay, split) the optimizer returns directions.
     """
 
     rule: UpdateRule

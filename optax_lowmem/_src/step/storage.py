@@ -38,17 +38,7 @@ def check_bits(name: str, bits: object) -> None:
 
 
 def codec_of(slot: str, codec: object, signed: bool) -> GroupCodec | None:
-    """Return the codec of a slot, given it or its name; None for f32.
-
-    Args:
-      slot: the slot's name, for errors.
-      codec: a codec, one of `NAMES`, or None.
-      signed: whether the slot may have negative values.
-
-    Raises:
-      TypeError: for anything else.
-      ValueError: for an unknown name, or an unsigned codec of a signed slot.
-    """
+    """Return the codec of a slot, given it or one of `NAMES`; None for f32."""
     if codec is None:
         return None
     if isinstance(codec, str):

@@ -9,7 +9,7 @@ computation, which XLA compiles once. Measured: docs/results/cpu_speed.md.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,13 +20,14 @@ from jax.experimental import xla_metadata
 from optax_lowmem._src.codecs import GroupCodec
 from optax_lowmem._src.core import random
 from optax_lowmem._src.core.sharding import left_to_xla, sharding_of
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.batch import Leaf, LeafBatch, LeafState, Result
 from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
 from optax_lowmem._src.step.scopes import scope
 
-Scalars = Mapping[str, jax.Array]  # by name
+Scalars = Arrays  # by name
 
 # traced once per shape and plan: tracing it per leaf would dominate the tracing time
 plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan", "two_passes"))
@@ -94,12 +95,7 @@ def opaque(function: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("rule", "plan"))
 def packed_update(
-    rule: UpdateRule,
-    plan: LeafPlan,
-    leaf: Leaf,
-    h: Scalars,
-    keys: jax.Array,
-    number: jax.Array,
+    rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Scalars, keys: jax.Array, number: jax.Array
 ) -> Result:
     """Compute `reference.fused_update` with `keys[number]`, where keys are those of many leaves.
 
@@ -117,7 +113,6 @@ class _Unpacked(reference.Layout):
     """The layout of a whole leaf, but with codes that are not yet packed in bytes."""
 
     def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
-        """Return the codes."""
         return codes
 
 
@@ -149,7 +144,7 @@ class _PackedStep:
 
     # traced once for all outputs; its operations are inlined in each
     @_inlined
-    def advance(self, leaf: Leaf, h: Scalars) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def advance(self, leaf: Leaf, h: Scalars) -> tuple[jax.Array, Arrays]:
         return reference.advance(self.rule, self.plan, leaf, h)
 
     @opaque

@@ -34,12 +34,7 @@ _ON_A_TPU = (
 
 
 class Choice(NamedTuple):
-    """Decision of `implementation="auto"`: 8-bit or standard products.
-
-    Attributes:
-      quantized: whether the products run in 8 bits.
-      reason: the reason, for display.
-    """
+    """Decision of `implementation="auto"`: 8-bit or standard products, and why, for display."""
 
     quantized: bool
     reason: str

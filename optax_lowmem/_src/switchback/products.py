@@ -30,17 +30,12 @@ class Variant:
     """Granularity of the operands' scales in each product.
 
     `row`: one scale per row or column that a product sums over; `tensor`: one scale per tensor.
-
-    Attributes:
-      forward: of X and W in Y = X W.
-      input_gradient: of G and W in dX = G W^T.
-      weight_gradient: of X and G in dW = X^T G; None: not quantized.
-      saves_codes: whether X is saved for the backward pass as 8-bit codes (SwitchBackM).
     """
 
-    forward: tuple[str, str]
-    input_gradient: tuple[str, str]
-    weight_gradient: tuple[str, str] | None = None
+    forward: tuple[str, str]  # of X and W in Y = X W
+    input_gradient: tuple[str, str]  # of G and W in dX = G W^T
+    weight_gradient: tuple[str, str] | None = None  # of X and G in dW = X^T G; None: not quantized
+    # whether X is saved for the backward pass as 8-bit codes (SwitchBackM)
     saves_codes: bool = False
 
 
@@ -55,23 +50,14 @@ VARIANTS: dict[str, Variant] = {
 
 @dataclasses.dataclass(frozen=True)
 class ProductSettings:
-    """Settings of the three products of a layer.
-
-    Attributes:
-      variant: one of VARIANTS.
-      forward: the format of X and W.
-      gradient: the format of G.
-      precision: as in `jax.lax.dot`, for a product that is not quantized.
-      result: dtype of Y; None: that of X and W.
-      sharding: of Y, on a mesh with Explicit axes, if it is ambiguous.
-    """
+    """Settings of the three products of a layer."""
 
     variant: Variant
-    forward: Format
-    gradient: Format
-    precision: Any = None
-    result: Any = None
-    sharding: Any = None
+    forward: Format  # of X and W
+    gradient: Format  # of G
+    precision: Any = None  # as in `jax.lax.dot`, for a product that is not quantized
+    result: Any = None  # dtype of Y; None: that of X and W
+    sharding: Any = None  # of Y, on a mesh with Explicit axes, if it is ambiguous
 
 
 def _quantized_operand(x: jax.Array, per: str, to: Format, summed: tuple[int, ...]) -> Quantized:

@@ -77,7 +77,6 @@ class Chain(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # opt
 
     @property
     def links(self) -> tuple[optax.GradientTransformation, ...]:
-        """Return the links."""
         links: tuple[optax.GradientTransformation, ...] = self.update.links
         return links
 

@@ -20,10 +20,7 @@ _NO_SPLIT = "none: no optimizer splits this leaf, so steps under half an ulp of 
 class Explanation:
     """How an optimizer stores and steps a tree of parameters.
 
-    Attributes:
-      decisions: one for each slot of each leaf.
-      steps: for each leaf, the implementation of its step on this machine.
-      warnings: misuses, each with advice.
+    `steps` are the implementations on this machine; `warnings` are misuses, each with advice.
     """
 
     decisions: tuple[context.Decision, ...]
@@ -39,7 +36,7 @@ class Explanation:
             lines += [trees.some_of(paths)]
             lines += [f"  {slot:<10}  {form or '-':<16}  {reason}" for slot, form, reason in slots]
         ways = collections.Counter((d.form, d.reason) for d in self.steps)
-        lines += [f"step by {form} for {n} of {len(self.steps)} leaves: {reason}"
+        lines += [f"{form} updates {n} of {len(self.steps)} leaves: {reason}"
                   for (form, reason), n in ways.items()]  # fmt: skip
         return "\n".join([*lines, *(f"warning: {w}" for w in self.warnings)])
 
@@ -79,7 +76,7 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
       w
         mu          softsign-int8     groups of 32, stochastic rounding
         correction  bits-24           24-bit master weights, stochastic rounding
-      step by xla for 1 of 1 leaves: the default backend is cpu, and kernels are for GPUs and TPUs
+      xla updates 1 of 1 leaves: the default backend is cpu, and kernels are for GPUs and TPUs
     """
     state, result = context.dry_run(tx, params)
     decisions = [d for d in result if d.slot != "step"]

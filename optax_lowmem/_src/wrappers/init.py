@@ -13,6 +13,7 @@ from optax_lowmem._src.codecs import MasterSplit, master_split
 from optax_lowmem._src.core import context, patterns, trees
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.policy import unmatched_patterns
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.wrappers.stale_corrections import rounded_distances, stale_corrections
 
 WeightDtype: TypeAlias = DTypeLike | Callable[[str, Any], DTypeLike]
@@ -168,9 +169,7 @@ def _splits(
 
 
 def _check_rounding(
-    leaves: Mapping[str, jax.Array],
-    dtypes: Mapping[str, jnp.dtype],
-    decisions: list[context.Decision],
+    leaves: Arrays, dtypes: Mapping[str, jnp.dtype], decisions: list[context.Decision]
 ) -> None:
     """Raise if an f32 leaf would be rounded to 16 bits and no optimizer decided on its split."""
     decided = {d.path for d in decisions if d.slot == "correction"}

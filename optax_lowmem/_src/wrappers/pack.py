@@ -64,7 +64,8 @@ class PackedEngine(Engine):
     ) -> tuple[Any, Any]:
         """Run `Engine.run` on the tree packed as in the state; unpack its result."""
         trees.check_state(state, self.rule.state_type)
-        names, packs = packing.layout(self._tree_of(state))
+        slots = [slot.name for slot in self.rule.slots]  # one of them shows the packs of the state
+        names, packs = packing.layout(getattr(state, slots[0] if slots else "correction"))
         if not packs:
             return super().run(updates, state, params, **options)
         like = updates if params is None else params
@@ -131,11 +132,6 @@ class PackedEngine(Engine):
             "decay_mask": mask,
         }
         return Engine(**fields)
-
-    def _tree_of(self, state: optax.OptState) -> Any:
-        """Return the tree of one slot (or the corrections), which shows the packs of the state."""
-        slots = [slot.name for slot in self.rule.slots]
-        return getattr(state, slots[0] if slots else "correction")
 
 
 def _fields_of(engine: Engine) -> dict[str, Any]:

@@ -11,20 +11,14 @@ from optax_lowmem._src.core.trees import DICTS, is_named_tuple, is_state
 
 @dataclasses.dataclass(frozen=True)
 class SlotFacts:
-    """Facts about a slot that determine its codec.
+    """Facts about a slot that determine its codec."""
 
-    Attributes:
-      signed: whether its values may be negative.
-      running_maximum: whether it only grows, so that stochastic rounding would ratchet it up.
-      constant_init: whether it starts as one constant, so that `init` allocates no f32 array.
-      moment: 1 for a first moment (`compand_momentum`), 2 for a second moment
-        (`sqrt_variance_quant`), else 0.
-    """
-
-    signed: bool
+    signed: bool  # whether its values may be negative
+    # whether it only grows, so that stochastic rounding would ratchet it up
     running_maximum: bool = False
+    # whether it starts as one constant, so that `init` allocates no f32 array
     constant_init: bool = True
-    moment: int = 0
+    moment: int = 0  # 1 for a first moment, 2 for a second moment
 
 
 _FIRST = SlotFacts(signed=True, moment=1)

@@ -39,23 +39,14 @@ def unsupported(shape: tuple[int, ...], group_size: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The blocks of an array, viewed as a matrix by flattening its leading axes to rows.
+    """The blocks of an array, viewed as a matrix by flattening its leading axes to rows."""
 
-    Attributes:
-      shape: shape of the array, which `unsupported` must accept.
-      group_size: number of neighbours on the last axis that share a scale.
-      elements: approximate number of elements per block.
-      least_registers: minimum number of registers along a row that are stepped together.
-      of_rows: whether there is an array of one value per row, with rows on lanes.
-      within: whether a block must not have rows of two matrices.
-    """
-
-    shape: tuple[int, ...]
-    group_size: int
-    elements: int
-    least_registers: int = 1
-    of_rows: bool = False
-    within: bool = False
+    shape: tuple[int, ...]  # shape of the array, which `unsupported` must accept
+    group_size: int  # number of neighbours on the last axis that share a scale
+    elements: int  # approximate number of elements per block
+    least_registers: int = 1  # minimum number of registers along a row that are stepped together
+    of_rows: bool = False  # whether there is an array of one value per row, with rows on lanes
+    within: bool = False  # whether a block must not have rows of two matrices
 
     @functools.cached_property
     def rows(self) -> int:
@@ -72,7 +63,7 @@ class Blocks:
         """Number of registers along a row that are stepped together, a power of two."""
         last = (self.columns - 1) % (LANES * self.group_size) // LANES + 1
         size = min(_AT_ONCE, self.group_size)
-        least = max(self.least_registers, self.of_group)
+        least = max(self.least_registers, self.registers_per_group)
         while _rounded_up(last, size) > last * (1 + _WASTE) and size > least:
             size //= 2
         return size
@@ -113,24 +104,24 @@ class Blocks:
     # ---- groups ------------------------------------------------------------------------------
 
     @property
-    def of_group(self) -> int:
+    def registers_per_group(self) -> int:
         """Number of registers per group, at least 1."""
         return max(1, self.group_size // LANES)
 
     @property
-    def lanes_of_group(self) -> int:
+    def lanes_per_group(self) -> int:
         """Number of lanes of a register that belong to one group."""
         return min(self.group_size, LANES)
 
     @property
-    def per_register(self) -> int:
+    def groups_per_register(self) -> int:
         """Number of groups per register, at least 1."""
-        return LANES // self.lanes_of_group
+        return LANES // self.lanes_per_group
 
     @property
     def parts(self) -> int:
         """Number of registers per step along a row, counting those of one group as one."""
-        return self.at_once // self.of_group
+        return self.at_once // self.registers_per_group
 
     @property
     def groups(self) -> int:
@@ -158,15 +149,13 @@ class Blocks:
 
     def group_of_lane(self, register: jax.Array) -> jax.Array:
         """Return each lane's group number within the block, int32 [ROWS, LANES]."""
-        first = _div(register, self.of_group) * self.per_register
-        return _div(_lane(), self.lanes_of_group) + first
+        first = _div(register, self.registers_per_group) * self.groups_per_register
+        return _div(_lane(), self.lanes_per_group) + first
 
     def coordinates(self, row: jax.Array, block: jax.Array) -> list[jax.Array]:
         """Return the indices, uint32, of the groups of ROWS rows along each axis of the scales.
 
-        Args:
-          row: the first row.
-          block: the number of the block along the row.
+        `block` is the number of the block along the row.
         """
         rest: jax.Array = row
         own: list[jax.Array] = [lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 0)]
@@ -185,16 +174,17 @@ class Blocks:
     def in_order(self, ends: jax.Array) -> jax.Array:
         """Permute the lanes of the result of `tree` to the order of the groups."""
         lane = _lane()
-        in_register, register = _rem(lane, self.per_register), _div(lane, self.per_register)
-        return gather(ends, in_register * self.lanes_of_group + register)
+        in_register, register = (
+            _rem(lane, self.groups_per_register),
+            _div(lane, self.groups_per_register),
+        )
+        return gather(ends, in_register * self.lanes_per_group + register)
 
 
-def bytes_of_lane(register: int, several: int) -> jax.Array:
+def lane_of_byte(register: int, several: int) -> jax.Array:
     """Return the lane of the byte that holds each code of a register, int32 [ROWS, LANES].
 
-    Args:
-      register: index among the registers of codes whose bytes share one register.
-      several: number of codes per byte.
+    `register` is the index among the `several` registers of codes whose bytes share one register.
     """
     return _div(_lane(), several) + register * (LANES // several)
 
@@ -215,7 +205,8 @@ def in_bytes(registers: Sequence[jax.Array], several: int) -> jax.Array:
 def gather(x: jax.Array, lanes: jax.Array) -> jax.Array:
     """Gather lanes within each row of an array [n, 128]."""
     if x.dtype == jnp.uint32:
-        return lax.bitcast_convert_type(gather(_signed(x), lanes), jnp.uint32)
+        signed = lax.bitcast_convert_type(x, jnp.int32)
+        return lax.bitcast_convert_type(gather(signed, lanes), jnp.uint32)
     return jnp.take_along_axis(x, lanes, axis=1, mode="promise_in_bounds")
 
 
@@ -272,10 +263,6 @@ def _div(x: jax.Array, y: int) -> jax.Array:
 
 def _rem(x: jax.Array, y: int) -> jax.Array:
     return lax.rem(x, jnp.int32(y))
-
-
-def _signed(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _rounded_up(length: int, tile: int) -> int:

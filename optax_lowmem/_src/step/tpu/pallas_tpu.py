@@ -7,7 +7,7 @@ takes log2(G) shuffles; the kernel reduces the groups of many registers together
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 
 from optax_lowmem._src.codecs import GroupCodec
 from optax_lowmem._src.core import numerics, random
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.step import reference, tuning, xla
@@ -140,16 +141,8 @@ def launch(
 ) -> Result:
     """Step one leaf.
 
-    Args:
-      rule: the optimizer's arithmetic.
-      plan: the plan of the leaf.
-      leaf: the arrays of the leaf.
-      names: names of the hyperparameters.
-      scalars: the hyperparameters, f32 [len(names)].
-      row_key: key of the random bits R, uint32 [].
-      lane_seeds: C from `register_seeds`.
-      elements: maximum number of elements per block.
-      interpret: True or `pltpu.InterpretParams` to run as plain JAX, on any device.
+    `row_key` is the key of the random bits R, `lane_seeds` are C from `register_seeds`. A block has
+    at most `elements` elements. `interpret` runs as plain JAX, on any device.
     """
     of_elements = leaf.state._replace(scales=())
     moving = views.bytes_of(leaf.g, leaf.p, of_elements)
@@ -219,12 +212,7 @@ Keys = tuple[jax.Array, jax.Array, jax.Array]  # a leaf's key, its key of R, its
 
 
 def _step_by_kernel(
-    rule: UpdateRule,
-    plan: LeafPlan,
-    elements: int,
-    leaf: Leaf,
-    h: Mapping[str, jax.Array],
-    keys: Keys,
+    rule: UpdateRule, plan: LeafPlan, elements: int, leaf: Leaf, h: Arrays, keys: Keys
 ) -> Result:
     names = tuple(sorted(h))
     scalars = jnp.stack([h[name] for name in names])
@@ -233,9 +221,7 @@ def _step_by_kernel(
     return result._replace(update=reference.emit(plan, leaf.p, result.update))
 
 
-def _step_by_xla(
-    rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Mapping[str, jax.Array], keys: Keys
-) -> Result:
+def _step_by_xla(rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Arrays, keys: Keys) -> Result:
     with scope([plan.path], "xla"):
         result: Result = xla.plain(rule, plan.nameless, leaf, h, keys[0])
     return result

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from optax_lowmem._src.codecs import GroupCodec
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import product
+from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.step import reference
 from optax_lowmem._src.step.batch import Leaf, LeafState
 from optax_lowmem._src.step.plan import LeafPlan
@@ -52,7 +53,7 @@ class Registers(reference.Layout):
         several = codec.codes_per_byte
         if several == 1:
             return stored
-        lane = lanes.bytes_of_lane(self.place % several, several)
+        lane = lanes.lane_of_byte(self.place % several, several)
         return codec.of_bytes(lanes.gather(stored.astype(jnp.int32), lane))
 
     def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
@@ -75,14 +76,7 @@ class Scratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The static part of a kernel.
-
-    Attributes:
-      rule: the optimizer's arithmetic.
-      plan: the plan of the leaf.
-      blocks: the blocks of its arrays.
-      names: names of the hyperparameters.
-    """
+    """The static part of a kernel."""
 
     rule: UpdateRule
     plan: LeafPlan
@@ -168,29 +162,17 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """ROWS rows of a block.
+    """ROWS rows of a block."""
 
-    Attributes:
-      kernel: the static part.
-      block: indices of the block in the grid.
-      i: index of these rows in the block, in units of ROWS.
-      h: hyperparameters.
-      key: key of the random bits R.
-      lane_seeds: C of a register's or a larger group's lanes, [1, lanes].
-      read: references to the operands, as a `Leaf`.
-      written: references to the results, as a `Result`.
-      scratch: references to scratch memory.
-    """
-
-    kernel: Kernel
-    block: tuple[jax.Array, jax.Array]
-    i: jax.Array
-    h: Mapping[str, jax.Array]
-    key: Any
-    lane_seeds: Any
-    read: Any
-    written: Any
-    scratch: Scratch
+    kernel: Kernel  # the static part
+    block: tuple[jax.Array, jax.Array]  # indices of the block in the grid
+    i: jax.Array  # index of these rows in the block, in units of ROWS
+    h: Arrays  # hyperparameters
+    key: Any  # key of the random bits R
+    lane_seeds: Any  # C of a register's or a larger group's lanes, [1, lanes]
+    read: Any  # references to the operands, as a `Leaf`
+    written: Any  # references to the results, as a `Result`
+    scratch: Scratch  # references to scratch memory
 
     @property
     def rows(self) -> Any:
@@ -259,7 +241,7 @@ class Rows:
         rows = self.row_seeds
         if rows is None:
             return None
-        first = layout.place % self.kernel.blocks.of_group * LANES
+        first = layout.place % self.kernel.blocks.registers_per_group * LANES
         return layout.to_elements(rows), self.lane_seeds[:, first : first + LANES]
 
     def advance(self) -> None:
@@ -287,7 +269,7 @@ class Rows:
                     spans[name].append(codec.spans(values[name]))
             for name, parts in spans.items():
                 for ref, alike in zip(scratch.ends[name], zip(*parts, strict=True), strict=True):
-                    of_two, several = alike[0].of_two, kernel.blocks.of_group
+                    of_two, several = alike[0].of_two, kernel.blocks.registers_per_group
                     of_registers = [span.values for span in alike]
                     groups = [
                         functools.reduce(of_two, of_registers[k : k + several])
@@ -305,7 +287,7 @@ class Rows:
         for i, (name, codec) in enumerate(kernel.codecs.items()):
             ends = []
             for ref, span in zip(self.scratch.ends[name], codec.spans(something), strict=True):
-                missing = blocks.lanes_of_group // blocks.parts - ref.shape[0]
+                missing = blocks.lanes_per_group // blocks.parts - ref.shape[0]
                 parts = [*(ref[j] for j in range(ref.shape[0])), *([None] * missing)]
                 ends.append(blocks.in_order(lanes.tree(parts, span.of_two, blocks.parts)))
             stored, divisor = codec.scaled(tuple(ends))

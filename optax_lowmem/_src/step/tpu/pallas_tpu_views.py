@@ -22,15 +22,11 @@ _MOST_ROWS = 256  # maximum period of block-wise values over the rows
 
 
 class OfBlock(NamedTuple):
-    """Block-wise values, factored into rows and columns; an element's value is their product.
+    """Block-wise values, factored into rows and columns; an element's value is their product."""
 
-    Attributes:
-      rows: one value per row, [1, rows], or None.
-      columns: one value per column, [n, 1, columns], the same for n = 1 or per matrix; or values
-        that repeat after `period` rows, [1, period, columns]; or None.
-    """
-
-    rows: Any
+    rows: Any  # one value per row, [1, rows], or None
+    # one value per column, [n, 1, columns], the same for n = 1 or per matrix; or values that repeat
+    # after `period` rows, [1, period, columns]; or None
     columns: Any
 
 
@@ -64,13 +60,9 @@ def bytes_of(*trees: Any) -> int:
 
 
 def blocks_of(plan: LeafPlan, leaf: Leaf, moving: int, elements: int) -> Blocks:
-    """Return the blocks of a leaf.
+    """Return the blocks of a leaf, of at most `elements` elements.
 
-    Args:
-      plan: the plan of the leaf.
-      leaf: the arrays of the leaf.
-      moving: bytes per element of operands and results.
-      elements: maximum number of elements per block.
+    `moving` are the bytes per element of operands and results.
     """
     of_block = _block_values(plan, leaf.of_block)
     return Blocks(
@@ -84,10 +76,7 @@ def blocks_of(plan: LeafPlan, leaf: Leaf, moving: int, elements: int) -> Blocks:
 def compiler_params(blocks: Blocks, moving: int, scratch: Any) -> pltpu.CompilerParams:
     """Return compiler parameters, which raise the limit of VMEM only if the blocks need it.
 
-    Args:
-      blocks: the blocks of the leaf.
-      moving: bytes per element of operands and results.
-      scratch: shapes and dtypes of the scratch memory.
+    `moving` are the bytes per element of operands and results.
     """
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(scratch))
     held += 2 * moving * blocks.block_rows * blocks.width  # double buffering
