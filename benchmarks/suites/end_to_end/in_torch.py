@@ -59,7 +59,7 @@ def _step(name: str, shape: Any, batch: int, sequence: int) -> Any:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    model = _llama(shape, sequence)
+    model = llama(shape, sequence, torch.bfloat16, "cuda")
     if base == "torch-float8":
         from torchao.float8 import convert_to_float8_training
 
@@ -81,7 +81,8 @@ def _step(name: str, shape: Any, batch: int, sequence: int) -> Any:
     return step
 
 
-def _llama(shape: Any, sequence: int) -> Any:
+def llama(shape: Any, sequence: int, dtype: Any, device: Any) -> Any:
+    """Hugging Face's Llama of a shape of the examples."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -94,9 +95,12 @@ def _llama(shape: Any, sequence: int) -> Any:
         max_position_embeddings=sequence, rope_theta=shape.rope, attn_implementation="sdpa",
         use_cache=False,
     )  # fmt: skip
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        return LlamaForCausalLM(config).train()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).train()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 if __name__ == "__main__":

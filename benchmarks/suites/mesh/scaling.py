@@ -2,12 +2,15 @@
 
 python -m benchmarks.run scaling --preset 1b 8b --record       # on your GPUs: 1, 2, 4, ... of them
 python -m benchmarks.run scaling --layout fsdp zero --impl flash_adamw flash_adamw+fp8
+python -m benchmarks.run scaling --layout fsdp --impl torch-fsdp2 torch-fsdp2+float8-ckpt
 
-Runs of examples/train_llama.py, each in a process of its own. Runs on few GPUs share the host.
+Runs of examples/train_llama.py, or of `mesh.in_torch` where its packages are installed, each in a
+process of its own. Runs on few GPUs share the host.
 """
 
 import argparse
 import concurrent.futures
+import json
 import os
 import tempfile
 import threading
@@ -19,12 +22,15 @@ import jax
 
 from benchmarks import records
 from benchmarks.render import GIB, by_machine, cell, markdown, source
+from benchmarks.suites.end_to_end.in_torch import versions
+from benchmarks.suites.mesh import in_torch
 from benchmarks.suites.mesh.bench import Failed, process
 from benchmarks.suites.mesh.step import PRESETS
 
 IMPLEMENTATIONS = {
     "flash_adamw": "--optimizer flash_adamw",
     "flash_adamw+fp8": "--optimizer flash_adamw --activations fp8",
+    "coat_adamw+fp8": "--optimizer coat_adamw --activations fp8",
     "optax.adamw": "--optimizer optax.adamw",
 }
 # how n devices share the run -> flags of the example, by n
@@ -37,6 +43,7 @@ NAMES = {"fsdp": "FSDP", "zero": "ZeRO-1", "tensor": "FSDP x 2 tensor"}
 # metric -> its unit
 METRICS = {
     "tokens_per_s": "tokens/s", "peak_bytes": "bytes", "compile_s": "s", "train_loss": "nats/token",
+    "first_loss": "nats/token",
 }  # fmt: skip
 
 
@@ -64,17 +71,24 @@ def trained(
     args: argparse.Namespace, gpus: Gpus, preset: str, layout: str, impl: str, devices: int
 ) -> records.Rows:
     """Return the records of one run."""
-    batch = devices * (args.batch or PRESETS[preset].batch)
-    flags = f"--preset {preset} {IMPLEMENTATIONS[impl]} --batch {batch} --steps {args.steps} "
-    flags += LAYOUTS[layout](devices)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "records.jsonl"
-        gpus.run(devices, ["examples/train_llama.py", *flags.split(), "--record", str(file)])
-        found = {row["metric"]: row["value"] for row in records.load(file)}
+    each, sequence = args.batch or PRESETS[preset].batch, PRESETS[preset].sequence
+    batch = devices * each
     more = {"model": f"llama-{preset}", "layout": layout, "devices": devices}
-    run = {"batch": batch, "sequence": PRESETS[preset].sequence, "steps": args.steps}
+    run = {"batch": batch, "sequence": sequence, "steps": args.steps}
+    if impl in in_torch.NAMES:
+        sizes = map(str, (each, sequence, args.steps, devices))
+        printed = gpus.run(devices, ["-m", in_torch.__name__, impl, preset, *sizes])
+        found = json.loads(printed.strip().splitlines()[-1])
+        more["versions"] = versions()
+    else:
+        flags = f"--preset {preset} {IMPLEMENTATIONS[impl]} --batch {batch} --steps {args.steps} "
+        flags += LAYOUTS[layout](devices)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "records.jsonl"
+            gpus.run(devices, ["examples/train_llama.py", *flags.split(), "--record", str(file)])
+            found = {row["metric"]: row["value"] for row in records.load(file)}
     values = {name: (found[name], unit) for name, unit in METRICS.items() if name in found}
-    case = f"llama-{preset} {layout}={devices}"
+    case = f"llama-{preset} {layout}={devices} batch={batch}"
     return records.records_of("scaling", case, impl, values, **more, run=run)
 
 
@@ -83,8 +97,9 @@ def jobs(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
     for devices in sorted(args.devices, reverse=True):
         for preset in args.preset:
             for layout in args.layout if devices > 1 else ["fsdp"]:
+                own = [i for i in args.impl if layout == "fsdp" or i not in in_torch.NAMES]
                 if layout != "tensor" or devices > 2:
-                    yield from ((preset, layout, impl, devices) for impl in args.impl)
+                    yield from ((preset, layout, impl, devices) for impl in own)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--preset", nargs="+", choices=PRESETS, default=["1b"], help="of the example")
     add("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: all")
-    add("--impl", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+    add("--impl", nargs="+", choices=[*IMPLEMENTATIONS, *in_torch.NAMES], metavar="NAME",
+        default=list(IMPLEMENTATIONS),
+        help=f"of {', '.join([*IMPLEMENTATIONS, *in_torch.NAMES])}; default: JAX's")  # fmt: skip
     add("--devices", nargs="+", type=int, metavar="N",
         default=[2**i for i in range(there.bit_length())],
         help="default: all powers of two")  # fmt: skip
@@ -130,26 +147,32 @@ def table(rows: records.Rows) -> str:
 
 
 def _table(rows: records.Rows) -> str:
-    values = records.grouped(rows, "model", "impl", "layout", "devices", "metric")
+    rows = [row | {"each": row["run"]["batch"] // row["devices"]} for row in rows]
+    values = records.grouped(rows, "model", "each", "impl", "layout", "devices", "metric")
     body = []
-    for model, of_model in values.items():
-        for impl, layouts in of_model.items():
-            one = layouts.get("fsdp", {}).get(1)
-            for layout, by_devices in layouts.items():
-                for devices, found in sorted(by_devices.items()):
-                    body.append(_row(model, impl, layout, devices, found, one))
-    head = "model, implementation, layout, devices, tokens/s, share of n times one, peak GiB per "
-    return markdown([*f"{head}device, compile s".split(", ")], body)
+    cases = [
+        (model, each, impl, layouts)
+        for model, by_batch in values.items()
+        for each, by_impl in sorted(by_batch.items())
+        for impl, layouts in by_impl.items()
+    ]
+    for *case, layouts in cases:
+        one = layouts.get("fsdp", {}).get(1)
+        for layout, by_devices in layouts.items():
+            for devices, found in sorted(by_devices.items()):
+                body.append(_row(*case, layout, devices, found, one))
+    head = "model, batch per device, implementation, layout, devices, tokens/s, share of n times "
+    return markdown(f"{head}one, peak GiB per device, compile s".split(", "), body)
 
 
 def _row(
-    model: str, impl: str, layout: str, devices: int, found: dict[str, Any], one: Any
+    model: str, each: int, impl: str, layout: str, devices: int, found: dict[str, Any], one: Any
 ) -> list[str]:
     rate, share = found.get("tokens_per_s"), ""
     if rate and one and "tokens_per_s" in one:
         share = f"{rate['value'] / (devices * one['tokens_per_s']['value']):.2f}"
     return [
-        model, f"`{impl}`", "" if devices == 1 else NAMES[layout], str(devices),
+        model, str(each), f"`{impl}`", "" if devices == 1 else NAMES[layout], str(devices),
         cell(rate, "{:,.0f}"), share, cell(found.get("peak_bytes"), "{:.1f}", GIB),
         cell(found.get("compile_s"), "{:.0f}"),
     ]  # fmt: skip
