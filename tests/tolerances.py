@@ -403,6 +403,9 @@ MUON_EXACT = 1e-4
 # MUON_EXACT lands in another unit e of the weight with the probability MUON_EXACT d / e, so the
 # distance is sqrt(MUON_EXACT e / d). Weights under 1 have e = 2^-16, d is 1e-3 or more: 1.2e-3.
 MUON_ROUNDED = 2e-3
+# The difference of two values of a polynomial whose terms' sizes sum to 49, each term rounded five
+# times in float64 (digits, powers of 1.01 and what they multiply and divide): 2 * 49 * 5 * 2^-53.
+POLYNOMIAL = 2.0**-44
 # bf16 momentum, of which each keeps its own rounding: 2^-9 of an element, in a different order.
 MUON_BF16_MOMENTUM = 0.05
 # bf16 products against f32 ones, of the norm of the direction. Rounding an operand is noise of

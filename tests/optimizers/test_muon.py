@@ -101,11 +101,15 @@ def test_the_polar_factor_in_float64(name, order):
 
 
 @pytest.mark.parametrize("axes, shape", [(None, (24, 40)), (Dimensions(2, 0), (12, 3, 8))])
-def test_neurons_are_normalized_as_in_normuon(axes, shape):
-    """Algorithm 1 of arXiv 2510.05491 in float64, for W of [outputs, inputs], of each matrix."""
+@pytest.mark.parametrize("rms", [0.2, None])
+def test_neurons_are_normalized_as_in_normuon(axes, shape, rms):
+    """Algorithm 1 of arXiv 2510.05491 in float64, for W of [outputs, inputs], of each matrix.
+
+    Without `rms` the norm of O is kept, as in the authors' code, instead of line 10.
+    """
     b1, b2, eps, rate, steps = 0.9, 0.8, 1e-3, 1e-2, 3
     tx = lowmem.flash_muon(
-        rate, beta=b1, eps=eps, nesterov=False, consistent_rms=0.2, normuon_b2=b2, weight_decay=0.1,
+        rate, beta=b1, eps=eps, nesterov=False, consistent_rms=rms, normuon_b2=b2, weight_decay=0.1,
         muon_weight_dimension_numbers=axes and {"w": axes}, storage=EXACT,
     )  # fmt: skip
     params = drawn({"w": shape})
@@ -129,8 +133,9 @@ def test_neurons_are_normalized_as_in_normuon(axes, shape):
                 s = STANDARD[0] * s + STANDARD[1] * s**3 + STANDARD[2] * s**5
             o = (u * s) @ vt
             v = b2 * v + (1 - b2) * np.mean(o * o, axis=1)
+            norm = np.linalg.norm(o) * max(1, m / n) ** 0.5 if rms is None else rms * (m * n) ** 0.5
             o = o / (np.sqrt(v) + eps)[:, None]
-            w = w - rate * 0.1 * w - 0.2 * rate * math.sqrt(m * n) / np.linalg.norm(o) * o
+            w = w - rate * 0.1 * w - rate * norm / np.linalg.norm(o) * o
         assert distance(moved[at], w.T - one[at]) <= tolerances.MUON_EXACT
 
 
@@ -206,6 +211,18 @@ def test_iterating_on_the_gram_matrix(preset, shape, condition):
         far[name], largest[name] = distance(result, wanted), np.linalg.norm(result, 2)
     assert far["ours"] <= 2 * far["plain"]
     assert largest["ours"] <= 2 * largest["plain"]
+
+
+def test_polar_express_equioscillates():
+    """As Section 4.2 of arXiv 2505.16932 demands, where Appendix G cushions the lower bound."""
+    low, high = 1e-3, 1.0
+    for a, b, c in PRESETS["polar_express"]:
+        p = np.polynomial.Polynomial([0, a * 1.01, 0, b * 1.01**3, 0, c * 1.01**5])
+        peak, dip = sorted(x for x in p.deriv().roots() if x > 0)
+        start = max(low, 0.02407327424182761 * high)
+        found, wanted = (p(start), p(peak), p(low)), (p(dip), p(high), 2 - p(high))
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerances.POLYNOMIAL)
+        low, high = p(low), 2 - p(low)
 
 
 def test_a_long_matrix_is_multiplied_once():
@@ -298,8 +315,10 @@ def test_gradients_of_parts_do_not_go_into_the_moments():
 # ---- whole matrices on a mesh --------------------------------------------------------------------
 
 ON_MESH = {"a": (64, 128), "b": (128, 64), "c": (64, 128), "square": (64, 64), "bias": (64,)}
+# the bias is whole: a CPU may take the collectives of its groups and of a matrix in another order
+# on each of its devices, which then wait for each other
 LAYOUTS = {
-    "fsdp": ((8,), (P("x"),) * 5),
+    "fsdp": ((8,), (*(P("x"),) * 4, P())),
     "tensor": ((4, 2), (P(None, "y"), P("y"), P(None, "y"), P("x", "y"), P())),
 }
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")

@@ -21,9 +21,10 @@ from optax_lowmem._src.core.hyperparameters import (
     check_range,
     complement,
     following,
+    is_zero,
 )
 from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
-from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, is_zero
+from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments
 from optax_lowmem._src.optimizers.newton_schulz import (
     PRECONDITIONINGS,
     PRESETS,
@@ -97,15 +98,18 @@ class OrthogonalRule(MatrixRule):
     ) -> tuple[jax.Array, Arrays]:
         """Return 1 / (sqrt(v) + eps) of each output, times one factor per matrix, and the new v.
 
-        With the factor, the squares of the scaled direction sum to min(fan_in, fan_out), as those
-        of U V^T do.
+        With the factor, the scaled direction has the norm of the direction; or with
+        `consistent_rms` that of U V^T, the root of min(fan_in, fan_out), which fixes its RMS.
         """
         fan_in, fan_out = matrices.fans(direction.shape)
         mean = Block(axes=matrices.rows).mean(jnp.square(direction.astype(jnp.float32)))
         nu = h["b2"] * slots["nu"] + h["one_minus_b2"] * mean
         factor = 1 / (jnp.sqrt(nu) + h["eps"])
         squares = fan_in * jnp.sum(mean * factor**2, axis=matrices.columns, keepdims=True)
-        return factor * (min(fan_in, fan_out) ** 0.5 / (jnp.sqrt(squares) + h["eps"])), {"nu": nu}
+        wanted = fan_in * jnp.sum(mean, axis=matrices.columns, keepdims=True)
+        if "consistent_rms" in h:
+            wanted = jnp.float32(min(fan_in, fan_out))
+        return factor * (jnp.sqrt(wanted) / (jnp.sqrt(squares) + h["eps"])), {"nu": nu}
 
     def of_matrices(self, stack: jax.Array, h: Arrays) -> jax.Array:
         """Approximate U V^T of each matrix."""
@@ -307,8 +311,9 @@ def flash_muon(
         sqrt(max(1, fan_out / fan_in)): with 0.2, AdamW's learning rate and weight decay fit.
       normuon_b2: decay of the second moment of each output (NorMuon, 0.95), in [0, 1); None does
         not normalize. With O the approximation of U V^T, v_t = b2 v_{t-1} + (1 - b2) mean(O^2) over
-        the inputs, and the direction is :math:`\sqrt{\min(m, n)}\, \hat O / \|\hat O\|_F` with
-        :math:`\hat O = O / \left(\sqrt{v_t} + \epsilon\right)`.
+        the inputs and :math:`\hat O = O / \left(\sqrt{v_t} + \epsilon\right)`, the direction is
+        :math:`\|O\|_F\, \hat O / \|\hat O\|_F`, or with `consistent_rms`
+        :math:`\sqrt{\min(m, n)}\, \hat O / \|\hat O\|_F`.
       ns_dtype: dtype of the products: None is bf16, or f32 if JAX's default backend is a CPU, where
         bf16 is no faster. f32 products have the precision of `jax_default_matmul_precision`.
       storage: codecs (`mu`, and `nu` of other leaves), group size, width of the master weights,
@@ -349,9 +354,11 @@ def flash_muon(
       Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et al., Muon
       is Scalable for LLM Training, 2025; Gupta et al., Effective Quantization of Muon Optimizer
       States, 2025 (8-bit momentum); Amsel et al., The Polar Express, 2025 (coefficients);
-      Boissin et al., Turbo-Muon, 2025 (four iterations); Li et al., NorMuon, 2025
-      (`normuon_b2`; with `consistent_rms=0.2` and `nesterov=False` its Algorithm 1, in which the
-      momentum is not debiased).
+      Boissin et al., Turbo-Muon, 2025 (four iterations); Li et al., NorMuon, 2025, arXiv 2510.05491
+      (`normuon_b2`: with `consistent_rms=0.2` and `nesterov=False` the paper's Algorithm 1; without
+      `consistent_rms` the authors' `normuon.py`, which keeps the norm of O. Neither debiases v or
+      the momentum; debiasing m changes :math:`U V^\top` in the first steps with `nesterov`.
+      :math:`\epsilon` is 1e-10 in `normuon.py`, whose means for convolutions are over one axis).
     """
     check_choice("preconditioning", preconditioning, PRECONDITIONINGS)
     check_range("beta", beta, 0.0, 1.0)

@@ -22,19 +22,18 @@ _DION = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-# Amsel et al., arXiv 2505.16932, Algorithm 1, for singular values from 1e-3 to 1; all but the last
-# divide them by 1.01, since rounding may leave them above 1, where these polynomials diverge
-_POLAR_EXPRESS = (
-    *(
-        (a / 1.01, b / 1.01**3, c / 1.01**5)
-        for a, b, c in (
-            (8.28721201814563, -23.595886519098837, 17.300387312530933),
-            (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-            (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-            (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-        )
-    ),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+# Amsel et al., arXiv 2505.16932, Algorithm 1 with five iterations, for singular values from 1e-3 to
+# 1; divides them by 1.01, since rounding may leave them above 1, where these polynomials diverge.
+# Algorithm 1 divides the matrix by 1.01 of its norm besides, unlike Algorithm 2 and 'frobenius'.
+_POLAR_EXPRESS = tuple(
+    (a / 1.01, b / 1.01**3, c / 1.01**5)
+    for a, b, c in (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    )
 )
 PRESETS: dict[str, Sequence[float] | Sequence[Sequence[float]]] = {
     "standard": STANDARD,
