@@ -13,6 +13,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
@@ -44,6 +45,11 @@ def mesh(count: int = 1) -> Mesh:
         platform="cuda", topology_name="h100", topology=f"1x1x{count}", target_config=_TARGET
     )
     return Mesh(np.array(found.devices), ("one",), axis_types=(AxisType.Auto,))
+
+
+def cudnn() -> Any:
+    """Trace cuDNN's attention, for which JAX asks the driver for cuDNN's version."""
+    return mock.patch.object(fused_attention_stablehlo, "check_cudnn_version", lambda: 90800)
 
 
 def compiled(
