@@ -9,18 +9,11 @@ The arrays alone do not determine the format: `sqrt()` and `linear(signed=False)
 codes with f32 scales. So `save` adds a description of the format, and `restore` compares it.
 """
 
-from optax_lowmem._src.checkpoint.description import FORMAT_VERSION as FORMAT_VERSION
-from optax_lowmem._src.checkpoint.description import check as check
-from optax_lowmem._src.checkpoint.description import metadata as metadata
-from optax_lowmem._src.checkpoint.export import export as export
-from optax_lowmem._src.checkpoint.files import handlers as handlers
-from optax_lowmem._src.checkpoint.optax_conversion import from_optax as from_optax
-from optax_lowmem._src.checkpoint.optax_conversion import to_optax as to_optax
-from optax_lowmem._src.checkpoint.store import args as args
-from optax_lowmem._src.checkpoint.store import latest_step as latest_step
-from optax_lowmem._src.checkpoint.store import restore as restore
-from optax_lowmem._src.checkpoint.store import restore_from as restore_from
-from optax_lowmem._src.checkpoint.store import save as save
+from optax_lowmem._src.checkpoint.description import FORMAT_VERSION, check, metadata
+from optax_lowmem._src.checkpoint.export import export
+from optax_lowmem._src.checkpoint.files import handlers
+from optax_lowmem._src.checkpoint.optax_conversion import from_optax, to_optax
+from optax_lowmem._src.checkpoint.store import args, latest_step, restore, restore_from, save
 
 __all__ = [
     "FORMAT_VERSION",

@@ -38,6 +38,8 @@ def storage(**options: Any) -> lowmem.Storage:
 
 # op by op they would compile for seconds
 _decoded = jax.jit(decode_array, static_argnums=(0, 3, 4))
+joined = jax.jit(lambda split, p, correction: split.join(p, correction), static_argnums=0)
+_operands = jax.jit(lambda block, mean, shape: block.operands(mean, shape), static_argnums=(0, 2))
 
 
 @dataclasses.dataclass
@@ -82,10 +84,10 @@ def make(
     """Leaves some steps into a training, with what rounding makes of random numbers."""
     rng, engine = np.random.default_rng(0), tx.engine
 
-    def normal(scale: float, shape: tuple[int, ...]) -> jax.Array:
+    def normal(scale: float, shape: tuple[int, ...]) -> np.ndarray:
         drawn = rng.normal(0, scale, shape) * np.exp(rng.normal(0, 1, shape))
         drawn[..., : shape[-1] // 8] = 0  # weights that never had a gradient
-        return jnp.asarray(drawn, jnp.float32)
+        return drawn.astype(np.float32)
 
     tree = {f"leaf{i:02}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}
     plans = [dataclasses.replace(plan, returns_params=direct) for plan in engine.plans(tree)]
@@ -95,7 +97,7 @@ def make(
         moments = {"mu": normal(3e-4, plan.shape), "nu": normal(1e-3, plan.shape) ** 2}
         p, state = _stored(plan, w, moments)
         weight = p if engine.weights else None
-        leaves.append(Leaf(g.astype(gradient_dtype), weight, state, of_block(plan, i)))
+        leaves.append(Leaf(jnp.asarray(g.astype(gradient_dtype)), weight, state, of_block(plan, i)))
     (rule,) = {engine.rule.for_leaf(plan.matrices) for plan in plans}  # of all leaves of a launch
     h = engine.rule.hyperparameters_of(plans[0].matrices, engine.hyperparameters(jnp.int32(100)))
     h = {**h} | {name: jnp.float32(value) for name, value in (more or {}).items()}
@@ -109,7 +111,8 @@ def of_block(plan: LeafPlan, seed: int) -> Any:
     if plan.block is None:
         return None
     shape, rng = plan.block.mean_shape(plan.shape), np.random.default_rng(seed)
-    return plan.block.operands(jnp.asarray(rng.uniform(500, 1500, shape), jnp.float32), plan.shape)
+    mean = jnp.asarray(rng.uniform(500, 1500, shape), jnp.float32)
+    return _operands(plan.block, mean, plan.shape)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -308,7 +311,8 @@ def _compare_weights(
 
 
 def _master(plan: LeafPlan, p: jax.Array, correction: Any) -> np.ndarray:
-    return np.asarray(numerics.widen(p) if plan.split is None else plan.split.join(p, correction))
+    split = plan.split
+    return np.asarray(numerics.widen(p) if split is None else joined(split, p, correction))
 
 
 def _weight(plan: LeafPlan, leaf: Leaf, update: jax.Array, correction: Any) -> np.ndarray:

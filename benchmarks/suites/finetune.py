@@ -217,7 +217,7 @@ def texts(rows: Rows) -> Table:
             body.append([label(impl), after])
             used.append(first)
     prompt = used[0]["prompt"] if used else PROMPT
-    body = [[name, f"`{text}`".replace("|", "\\|")] for name, text in body]
+    body = [[name, text.replace("|", "\\|")] for name, text in body]
     return ["", f'"{prompt}"'], body, used
 
 

@@ -1,12 +1,4 @@
-"""Flax's Linen `TrainState` and NNX `Optimizer` with the fused step; only an import changes.
-
-    from optax_lowmem.flax import TrainState  # was flax.training.train_state
-    from optax_lowmem.flax import Optimizer  # was flax.nnx
-
-Both are subclasses of Flax's classes, take any optax transformation, and read checkpoints that
-Flax's classes wrote, and vice versa. f32 parameters become bf16 weights if their optimizer splits
-master weights.
-"""
+"""Flax's Linen `TrainState` and NNX `Optimizer` with the fused step; only an import changes."""
 
 import contextlib
 import functools

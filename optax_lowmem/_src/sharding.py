@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core import array_metadata, context, trees
 from optax_lowmem._src.core.sharding import Placement, mesh_of, placement, sharding_leaves
+from optax_lowmem._src.core.typing import Shaped
 
 Rules = Sequence[tuple[str, str | tuple[str, ...] | None]]  # logical name, mesh axes
 
@@ -111,7 +112,7 @@ def state_shardings(
         shardings = placement(name, shape, sharding, the_mesh)
         known[path] = _Parameter(shape, shardings, frozenset(sizes.get(name, ())))
 
-    def of_leaf(path: tuple[object, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+    def of_leaf(path: tuple[object, ...], leaf: Shaped) -> NamedSharding:
         param = _owner(path, known)
         whole = NamedSharding(the_mesh, PartitionSpec())
         result = whole if param is None else param.sharding_of(tuple(leaf.shape), zero_axis)
@@ -132,9 +133,6 @@ def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], _Paramet
     return known.get(())  # the parameters are a single array
 
 
-# ---- shardings of the parameters -----------------------------------------------------------------
-
-
 def _placed(
     boxed: optax.Params, params: optax.Params, given: object, mesh: Mesh | None, rules: Rules | None
 ) -> list[Any]:
@@ -149,11 +147,7 @@ def _placed(
 
 
 def _declared_sharding(
-    path: str,
-    box: Any,
-    leaf: jax.Array | jax.ShapeDtypeStruct,
-    mesh: Mesh | None,
-    rules: Rules | None,
+    path: str, box: Any, leaf: Shaped, mesh: Mesh | None, rules: Rules | None
 ) -> Any:
     """Return the sharding or partition spec that a parameter carries, None for replicated."""
     if array_metadata.is_box(box):

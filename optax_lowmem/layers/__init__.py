@@ -1,24 +1,16 @@
 """Layers with 8-bit products or noise, for Flax Linen and NNX; `convert` for existing models."""
 
-from optax_lowmem._src.fp8_flow.linen import Fp8Dense as Fp8Dense
-from optax_lowmem._src.fp8_flow.llama import Fp8LlamaBlock as Fp8LlamaBlock
-from optax_lowmem._src.fp8_flow.nnx import Fp8GatedProduct as Fp8GatedProduct
-from optax_lowmem._src.fp8_flow.nnx import Fp8LayerNorm as Fp8LayerNorm
-from optax_lowmem._src.fp8_flow.nnx import Fp8Linear as Fp8Linear
-from optax_lowmem._src.fp8_flow.nnx import Fp8RMSNorm as Fp8RMSNorm
-from optax_lowmem._src.losses.cross_entropy import linear_cross_entropy as linear_cross_entropy
-from optax_lowmem._src.noise.linen import GaussWSDense as GaussWSDense
-from optax_lowmem._src.noise.nnx import GaussWSLinear as GaussWSLinear
-from optax_lowmem._src.noise.nnx import renew_noise as renew_noise
-from optax_lowmem._src.switchback.convert import convert as convert
-from optax_lowmem._src.switchback.dot_general import (
-    switchback_dot_general as switchback_dot_general,
-)
-from optax_lowmem._src.switchback.dot_general import switchback_einsum as switchback_einsum
-from optax_lowmem._src.switchback.linen import SwitchBackDense as SwitchBackDense
-from optax_lowmem._src.switchback.nnx import LayerScale as LayerScale
-from optax_lowmem._src.switchback.nnx import SwitchBackLinear as SwitchBackLinear
-from optax_lowmem.layers import fp8_flow as fp8_flow
+from optax_lowmem._src.fp8_flow.linen import Fp8Dense
+from optax_lowmem._src.fp8_flow.llama import Fp8LlamaBlock
+from optax_lowmem._src.fp8_flow.nnx import Fp8GatedProduct, Fp8LayerNorm, Fp8Linear, Fp8RMSNorm
+from optax_lowmem._src.losses.cross_entropy import linear_cross_entropy
+from optax_lowmem._src.noise.linen import GaussWSDense
+from optax_lowmem._src.noise.nnx import GaussWSLinear, renew_noise
+from optax_lowmem._src.switchback.convert import convert
+from optax_lowmem._src.switchback.dot_general import switchback_dot_general, switchback_einsum
+from optax_lowmem._src.switchback.linen import SwitchBackDense
+from optax_lowmem._src.switchback.nnx import LayerScale, SwitchBackLinear
+from optax_lowmem.layers import fp8_flow
 from optax_lowmem.layers import linen as linen
 
 __all__ = [

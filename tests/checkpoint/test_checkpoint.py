@@ -36,6 +36,7 @@ from tests.tiers import rows
 # of a read that failed, tensorstore's other reads end after Orbax has closed its event loop
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 P = PartitionSpec
+PAPER = lowmem.Storage.paper(policy=cases.POLICY, master_weight_bits=32)
 
 
 def made(name, **form):
@@ -128,9 +129,7 @@ def four_bits(learning_rate, storage=None):
     return lowmem.flash_adamw(learning_rate, storage=chosen)
 
 
-@pytest.mark.parametrize(
-    "storage", [SMALL, lowmem.Storage.paper(policy=cases.POLICY, master_weight_bits=32)]
-)
+@pytest.mark.parametrize("storage", [SMALL, pytest.param(PAPER, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "make",
     [

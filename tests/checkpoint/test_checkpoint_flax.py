@@ -26,12 +26,16 @@ def adamw(**options):
     return lowmem.flash_adamw(1e-2, storage=SMALL, **options)
 
 
+def lion():
+    return lowmem.flash_lion(1e-2, storage=SMALL)
+
+
 TXS = {
     "accumulate, ema": lambda: lowmem.accumulate_gradients(
         lowmem.track_master_ema(adamw(), 0.9), 2
     ),
-    "MultiSteps": lambda: optax.MultiSteps(adamw(), 2),
-    "masked": lambda: optax.masked(adamw(), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    "MultiSteps": lambda: optax.MultiSteps(lion(), 2),
+    "masked": lambda: optax.masked(lion(), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
 }
 
 

@@ -194,6 +194,7 @@ def test_a_partial_tile_is_masked(shape, partial, monkeypatch):
         assert last.tolist() == [True, False]
 
 
+@triton_often
 @pytest.mark.parametrize("name", MARKED)
 def test_groups_that_are_not_finite(name, backend):
     codec, case = codecs.CODECS[name], ((4, 80), 32, jnp.float32)

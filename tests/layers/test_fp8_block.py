@@ -71,11 +71,8 @@ def distance(found, want):
     """Largest over the arrays of two trees of |found - want| / |want|."""
     assert jax.tree.structure(found) == jax.tree.structure(want)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True)
-    norm = jnp.linalg.norm
-    return max(
-        float(norm((a - b).astype(jnp.float32).ravel()) / norm(b.astype(jnp.float32).ravel()))
-        for a, b in pairs
-    )
+    pairs = [(np.float64(a), np.float64(b)) for a, b in pairs]
+    return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs)
 
 
 # ---- against a block without codes ---------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The FP8 precision flow against the float64 oracle: what is kept, results, gradients."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from tests import tolerances as tol
 from tests.oracle import fp8_flow as oracle
 from tests.oracle import switchback
-from tests.tiers import in_turn
+from tests.tiers import in_turn, rows
 
 pytest.importorskip("flax")
 
@@ -230,7 +231,13 @@ def three(recipe, x, w, g, keep="codes", absmax=None):
     return y, *pull(g)
 
 
-@pytest.mark.parametrize("name, dtype", in_turn(RECIPES, ["float32", "bfloat16"]))
+@pytest.mark.parametrize(
+    "name, dtype",
+    rows(
+        itertools.product(RECIPES, ["float32", "bfloat16"]),
+        [("e4m3", "float32"), ("e5m2", "bfloat16"), ("bf16 gradients", "float32")],
+    ),
+)
 def test_linear(name, dtype):
     """Each product within its bound of the exact one, and the bounds are not idle."""
     recipe, worst = RECIPES[name], np.zeros(3)

@@ -151,7 +151,7 @@ FLOWS = {
     "replicated": ((8,), P(), P(), P()),
     "devices in another order": ((4, 2), P("b"), P("b", "a"), P("a", "b")),
 }
-OFTEN = ["fsdp", "fsdp and tensor", "sequences", "tensor", "devices in another order"]
+OFTEN = ["fsdp", "fsdp and tensor", "sequences", "devices in another order"]
 
 
 def block(x, scale, up, down, recipe):

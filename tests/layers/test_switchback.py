@@ -164,7 +164,7 @@ def check_exact(variant, dtype, arguments):
         assert np.abs(a.codes @ b.codes).max() < 2**31
 
 
-@pytest.mark.parametrize("variant", rows(VARIANTS, ["switchback", "switchback_m", "llm_int8"]))
+@pytest.mark.parametrize("variant", rows(VARIANTS, ["switchback", "llm_int8"]))
 def test_int8_products_are_the_integers_of_the_oracle(variant):
     """Of seeds without a tie: one code off by one would be off by far more than the rounding."""
     for seed, size in enumerate(SIZES[2:5]):
@@ -255,7 +255,7 @@ OFTEN = [
 ]
 
 
-@pytest.mark.parametrize("variant,format,scaling", rows(QUICK, OFTEN + QUICK[-3:]))
+@pytest.mark.parametrize("variant,format,scaling", rows(QUICK, OFTEN + QUICK[-1:]))
 def test_products_are_within_their_bounds(variant, format, scaling):
     worst = np.zeros(3)
     for seed, size in enumerate(SIZES[2:4]):
@@ -345,7 +345,7 @@ def test_a_bad_weight_shows(bad):
         assert jnp.isfinite(jnp.delete(dx, 3, 1)).all() == by_column
 
 
-@pytest.mark.parametrize("format,scaling", rows(FORMATS, list(FORMATS)[::2]))
+@pytest.mark.parametrize("format,scaling", rows(FORMATS, list(FORMATS)[::4]))
 def test_the_ends_of_f32(format, scaling):
     formats, largest = FORMATS[format, scaling]
     _, w, _ = arrays(4, 1, 33, 7, sizes=(1, 1e-3, 1))

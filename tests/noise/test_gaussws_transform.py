@@ -52,6 +52,7 @@ def equal(one, other):
 
 
 @functools.cache  # compiles once
+@functools.cache
 def stepper(tx):
     return jax.jit(functools.partial(lowmem.step, tx))
 

@@ -357,7 +357,7 @@ def test_rounding_of_embeddings_only():
 # ---- edges ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "name, dtype",
-    rows(itertools.product(FAMILY, [BF16, F32]), [("q_adam_mini", BF16), ("flash_adam_mini", F32)]),
+    rows(itertools.product(FAMILY, [BF16, F32]), [("q_adam_mini", BF16)]),
 )
 def test_zero_gradients_only_decay(name, dtype):
     """0 / (0 + eps): no NaN in a tensor or a block without gradients, then or later."""

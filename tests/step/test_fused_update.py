@@ -19,7 +19,7 @@ from optax_lowmem._src.step import reference, xla
 from optax_lowmem._src.step.batch import Leaf, LeafBatch
 from optax_lowmem._src.step.prepare import prepare_leaves
 from tests import tolerances
-from tests.launch_cases import same_scales, stored_slots, units
+from tests.launch_cases import joined, same_scales, stored_slots, units
 from tests.tiers import rows
 
 SHAPES = {"a": (96,), "b": (7, 33), "c": (64, 256), "d": (3, 5, 1000)}
@@ -198,8 +198,8 @@ def master(plan, p, update, correction):
     """f32 of the master weight after an update, or after a direct step, which gives the weight."""
     landed = update if plan.returns_params else optax.apply_updates(p, update)
     assert (landed.shape, landed.dtype) == (p.shape, p.dtype)
-    joined = landed if plan.split is None else plan.split.join(landed, correction)
-    return np.asarray(joined, np.float32)
+    whole = landed if plan.split is None else joined(plan.split, landed, correction)
+    return np.asarray(whole, np.float32)
 
 
 def compare(plan, p, one, other, step=LEARNING_RATE * tolerances.REORDERED_STEP):

@@ -69,11 +69,16 @@ HOW = {
     "passes": {"micro_batches": 4, "at_once": 2},
     "layer": {"clip_layer_norm": 0.1},
 }
-CASES = [(name, how) for name in lowmem.OPTIMIZERS for how in (*HOW, "clip", "clip passes")]
-OFTEN = [("flash_adamw", "clip passes"), ("flash_factored_adamw", "passes")]
+CASES = [  # every other pair
+    (name, how)
+    for i, name in enumerate(lowmem.OPTIMIZERS)
+    for j, how in enumerate((*HOW, "clip", "clip passes"))
+    if (i + j) % 2 == 0
+]
+OFTEN = [("flash_lion", "clip passes"), ("flash_factored_adamw", "passes")]
 
 
-@pytest.mark.parametrize("name, how", rows(CASES, OFTEN))
+@pytest.mark.parametrize("name, how", rows(dict.fromkeys(OFTEN + CASES), OFTEN))
 def test_streamed_bits_are_resident_bits(name, how):
     options = HOW[how.removeprefix("clip").strip() or "whole"]
     tx = clipped(make(name)) if how.startswith("clip") else make(name)
@@ -84,9 +89,10 @@ def test_streamed_bits_are_resident_bits(name, how):
     assert_same(streamed, resident)
 
 
-def test_it_is_the_jitted_step():
+@pytest.mark.parametrize("name", rows(["flash_adamw", "flash_lion"], ["flash_lion"]))
+def test_it_is_the_jitted_step(name):
     """Its stages are programs of their own, which XLA fuses like the whole."""
-    tx, params = make("flash_adamw"), weights()
+    tx, params = make(name), weights()
     found = offloaded(tx, params)
     assert_same(found, jitted(tx, params))
 
@@ -201,7 +207,7 @@ def test_the_norm_does_not_make_xla_keep_gradients():
 
 # ---- where arrays are ----------------------------------------------------------------------------
 def test_the_state_is_on_the_host_and_the_old_one_deleted():
-    tx, params = make("flash_adamw"), weights()
+    tx, params = make("flash_lion"), weights()
     state = release.offload(tx, MODEL, params, min_bytes=1000)
     kinds = jax.tree.map(lambda x: x.sharding.memory_kind, state)
     assert set(kinds.mu["layers"]["w1"].parts) == {"pinned_host"}
@@ -214,7 +220,7 @@ def test_the_state_is_on_the_host_and_the_old_one_deleted():
 
 
 def test_a_state_is_moved_as_it_is():
-    tx, params = make("flash_adamw"), weights()
+    tx, params = make("flash_lion"), weights()
     state = jitted(tx, params, steps=1)[2]
     wanted = jax.tree.map(np.asarray, state)
     moved = release.offload(tx, MODEL, params, state, min_bytes=0)
@@ -252,7 +258,7 @@ def test_the_ordinary_step_streams_a_state_by_parameter(name):
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 def test_a_saved_state_is_resumed_on_the_host_and_on_the_device(tmp_path):
-    tx, params = make("flash_adamw"), weights()
+    tx, params = make("flash_lion"), weights()
     state = release.offload(tx, MODEL, params, min_bytes=0)
     streamed = release.train_step(tx, MODEL, offload=True)
     first, second = batches(2)
@@ -277,7 +283,7 @@ def test_a_saved_state_is_resumed_on_the_host_and_on_the_device(tmp_path):
 
 # ---- limits --------------------------------------------------------------------------------------
 def test_too_little_memory_is_an_error_that_says_how_much(monkeypatch):
-    tx, params = make("flash_adamw"), weights()
+    tx, params = make("flash_lion"), weights()
     state = release.offload(tx, MODEL, params, min_bytes=0)
     monkeypatch.setattr(room, "free_bytes", lambda: 1000)
     with pytest.raises(MemoryError, match=r"the optimizer's state needs 0.00 GiB of pinned"):
@@ -304,12 +310,12 @@ def test_free_memory_is_known_here():
 
 
 def test_bad_arguments():
-    tx, params = make("flash_adamw"), weights()
+    tx, params = make("flash_lion"), weights()
     with pytest.raises(ValueError, match="need offload=True"):
         release.train_step(tx, MODEL, micro_batches=2)
     with pytest.raises(ValueError, match="without mesh and specs"):
         release.train_step(tx, MODEL, offload=True, specs=params)
-    with pytest.raises(ValueError, match="micro_batches must be a number from 1 up, got 0"):
+    with pytest.raises(ValueError, match="number of micro-batches, at least 1, got 0"):
         release.train_step(tx, MODEL, offload=True, micro_batches=0)
     with pytest.raises(ValueError, match="leave out one"):
         release.train_step(clipped(tx), MODEL, clip_layer_norm=1.0)

@@ -62,7 +62,6 @@ MORE = {
 }
 EVERY = {name: (*layout, set()) for name, layout in LAYOUTS.items()} | MORE
 OFTEN = [
-    ("flash_adamw", "fsdp"),
     ("flash_adamw", "cut groups"),
     ("flash_lion-int4", "two axes"),
     ("stable_adamw", "zero"),

@@ -535,7 +535,8 @@ def test_an_nnx_model_has_the_variables_that_its_loss_adds():
         return nnx_loss(model, batch)
 
     model, (batch,) = NnxModel(nnx.Rngs(0), scanned=True), batches()
-    Optimizer(model, make("flash_sgd"), wrt=nnx.Param).release_step(model, adding, batch)
+    optimizer = Optimizer(model, make("flash_sgd"), wrt=nnx.Param)
+    nnx.jit(lambda model, optimizer: optimizer.release_step(model, adding, batch))(model, optimizer)
     np.testing.assert_array_equal(model.seen.get_value()[0], batch["tokens"])
 
 

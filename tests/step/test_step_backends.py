@@ -67,7 +67,19 @@ GPU_KERNELS = ("pallas on a GPU", "triton on a GPU")
 # of which most leaves are several, the last partial
 TILES = {"pallas": Tile(512, 4), "triton": Tile(512, 4), "pallas_tpu": Tile(1 << 12)}
 SMALL = tuning.Tuning(TILES["pallas"])
-TRITON = functools.partial(gpu_step.launch.__wrapped__, backend="triton")
+
+
+def by_triton(rule, plans, leaves, names, scalars, keys, numbers, tile):
+    """A new program in each call: another would keep what runs in the place of Triton."""
+
+    @jax.jit
+    def run(*arrays):
+        leaves, *others = arrays
+        return gpu_step.launch.__wrapped__(
+            rule, plans, leaves, names, *others, tile, backend="triton"
+        )
+
+    return run(leaves, scalars, keys, numbers)
 
 
 def builder(optimizer):
@@ -147,7 +159,7 @@ def launcher(kernel, monkeypatch):
         triton_on_numpy.install(monkeypatch)
     return {
         "pallas": functools.partial(gpu_step.launch, backend="interpret"),
-        "triton": TRITON,
+        "triton": by_triton,
         "pallas_tpu": launch_on_tpu,
         "pallas on a GPU": gpu_step.launch,
         "triton on a GPU": functools.partial(gpu_step.launch, backend="triton"),
@@ -271,13 +283,14 @@ def grid(kernel):
     ]
     every = pairwise(factors)
     default = covering(every)
-    if kernel == "pallas":
+    if kernel == "pallas":  # the other half by Triton, in less time
+        default = default[::2]
         every += [
             (*row, *(values[i % len(values)] for values in factors[3:]))
             for i, row in enumerate(itertools.product(["flash_adamw"], *factors[1:3]))
         ]
     elif not on_gpu:
-        every, default = default, default[:3]
+        every, default = default, default[:3] + (default[3::2] if kernel == "triton" else [])
     return of([kernel], dict.fromkeys(every), default, named)
 
 
@@ -324,8 +337,8 @@ VARIANTS = {
 
 @pytest.mark.parametrize(
     "kernel, name",
-    of(["pallas"], VARIANTS, ["clipped", "ulp split", "rounded weights"])
-    + of(["triton"], VARIANTS)
+    of(["pallas"], VARIANTS, ["ulp split"])
+    + of(["triton"], VARIANTS, ["clipped", "rounded weights"])
     + of(["pallas_tpu"], [name for name in VARIANTS if name != "f16 updates"])
     + of(GPU_KERNELS, VARIANTS),
 )
@@ -395,7 +408,7 @@ FACTORED = [("rows and columns", name) for name in MATRICES]
     + of(["pallas_tpu"],
          [row for row in ADAM_MINI if lies_on_tpus(BLOCKS[row[1]][0])]
          + [row for row in FACTORED if lies_on_tpus(MATRICES[row[1]])],
-         [FACTORED[1], FACTORED[3]]),
+         [FACTORED[3]]),
 )  # fmt: skip
 def test_second_moments_of_blocks_and_of_rows_and_columns(kernel, of_what, name, launcher):
     if of_what == "blocks":
@@ -426,7 +439,9 @@ def test_weights_land_bit_for_bit(kernel, update_dtype, bits, rounding, direct, 
 
 
 @pytest.mark.parametrize(
-    "kernel, optimizer", of([*KERNELS, *GPU_KERNELS], ["adamw", "lion", "sgd"], ["adamw"])
+    "kernel, optimizer",
+    of(["pallas"], ["adamw", "lion", "sgd"])
+    + of(["triton", "pallas_tpu", *GPU_KERNELS], ["adamw", "lion", "sgd"], ["adamw"]),
 )
 def test_what_is_not_finite(kernel, optimizer, launcher):
     width = 128 if kernel == "pallas_tpu" else 32
@@ -478,7 +493,7 @@ def test_vmap_and_shard_map(kernel, launcher):
 def test_the_convention_of_jax_triton_04(monkeypatch, direct):
     """Also with a result that takes nothing's place."""
     triton_on_numpy.install(monkeypatch, triton_on_numpy.triton_call_04)
-    check("triton", make("flash_adamw", SHAPES[0], direct=direct), TRITON)
+    check("triton", make("flash_adamw", SHAPES[0], direct=direct), by_triton)
 
 
 @pytest.mark.full
@@ -497,7 +512,7 @@ def test_outputs_of_muon_that_are_normalized(kernel, interpreted, monkeypatch):
     """A learning rate per leaf and a factor per column in one launch."""
     if kernel == "triton":
         triton_on_numpy.install(monkeypatch)
-        monkeypatch.setattr(gpu_step, "launch", lambda *args, backend: TRITON(*args))
+        monkeypatch.setattr(gpu_step, "launch", lambda *args, backend: by_triton(*args))
     how = launch_cases.storage(rounding="nearest")
     tx = lowmem.flash_muon(1e-2, normuon_b2=0.9, ns_dtype="float32", storage=how)
     rng = np.random.default_rng(0)
@@ -552,9 +567,7 @@ def launched(case, tile):
     return jax.jit(run, compiler_options=SAME_BITS)()
 
 
-@pytest.mark.parametrize(
-    "optimizer", rows(launch_cases.ALIKE, ["flash_adamw", "coat_adamw", "flash_adam_mini"])
-)
+@pytest.mark.parametrize("optimizer", rows(launch_cases.ALIKE, ["flash_adamw", "coat_adamw"]))
 def test_with_the_arithmetic_of_a_kernel(optimizer):
     """Its quotients, uniforms and shortcuts, here on a CPU: codes within one, steps within 2^-17.
 

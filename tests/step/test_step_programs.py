@@ -263,7 +263,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(
-    "optimizer, weight, gradient, direct", rows(dict.fromkeys(IN_CI + PAIRS), IN_CI)
+    "optimizer, weight, gradient, direct", rows(dict.fromkeys(IN_CI + PAIRS), IN_CI[:1])
 )
 def test_it_compiles(compiled_kernels, optimizer, weight, gradient, direct):
     bits, dtype = weight
@@ -291,9 +291,10 @@ CODE = {  # optimizer, storage, shapes, tile, kernels
     **{f"{tile}": ("flash_adamw", {}, FULL, tile, 1)
        for tile in (Tile(2048, 4), Tile(512, 2), Tile(4096, 8))},
 }  # fmt: skip
+IN_FULL = ("groups of 4", str(Tile(2048, 4)))
 
 
-@pytest.mark.parametrize("name", CODE)
+@pytest.mark.parametrize("name", rows(CODE, [n for n in CODE if n not in IN_FULL]))
 def test_its_code(compiled_kernels, name):
     optimizer, how, shapes, tile, count = CODE[name]
     compile_case(builder(optimizer)(storage=storage(**how)), shapes, tile)
@@ -422,7 +423,7 @@ ON_MESHES = {
     ),
     "a mean": (functools.partial(lowmem.stable_adamw, threshold=0.5), {"all-reduce"}),
 }  # fmt: skip
-IN_DEFAULT = [("flash_lion", P("b", "a")), ("blocks, one", P("a")), ("a mean", P("b", "a"))]
+IN_DEFAULT = [("flash_lion", P("b", "a")), ("a mean", P("b", "a"))]
 IN_DEFAULT += [("blocks, of columns", P("b", "a")), ("rows and columns", P("b", "a"))]
 
 

@@ -54,7 +54,7 @@ def gradient(params):
         [
             (wrapper, list(OURS)[i % len(OURS)], ("bfloat16", "float16")[i % 2])
             for i, wrapper in enumerate(SELECTING)
-            if wrapper in ("apply_if_finite", "conditionally_mask")
+            if wrapper == "apply_if_finite"
         ],
     ),
 )

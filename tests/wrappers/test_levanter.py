@@ -9,13 +9,13 @@ import pytest
 
 import optax_lowmem as lowmem
 from tests import levanter_stand_in  # noqa: F401
+from tests.tiers import in_turn
 
 from optax_lowmem.levanter import FlashAdamWConfig  # isort: skip
 from levanter.optim.config import OptimizerConfig  # isort: skip
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("norm", [None, 1e-7])
+@pytest.mark.parametrize("dtype, norm", in_turn([jnp.float32, jnp.bfloat16], [None, 1e-7]))
 def test_levanter_builds_flash_adamw(dtype, norm):
     assert OptimizerConfig.choices["flash_adamw"] is FlashAdamWConfig
     tx = FlashAdamWConfig(learning_rate=1e-2, max_grad_norm=norm).build(10)

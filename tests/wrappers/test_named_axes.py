@@ -5,6 +5,7 @@ Levanter gives each array of a training state the mesh axes to which it maps the
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, ClassVar
 
 import jax
@@ -165,7 +166,13 @@ def made(name="flash_adamw", **storage):
     return getattr(lowmem, name)(RATE, storage=dataclasses.replace(STORAGE, **storage))
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn(NAMES, [jnp.float32, jnp.bfloat16]))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    rows(
+        itertools.product(NAMES, [jnp.float32, jnp.bfloat16]),
+        [("flash_adam_mini", jnp.float32), ("flash_factored_adamw", jnp.bfloat16)],
+    ),
+)
 def test_sharded_by_names(name, dtype):
     tx, mesh = made(name), MESH()
     params = {key: x for key, x in params_of(dtype).items() if key in ("down", "up")}

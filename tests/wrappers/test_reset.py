@@ -38,7 +38,7 @@ def trained(tx):
     return params, state
 
 
-@pytest.mark.parametrize("name", rows(STORAGES, ["flash", "fp8", "four bits"]))
+@pytest.mark.parametrize("name", rows(STORAGES, ["flash", "four bits"]))
 def test_zero_where_asked_and_the_same_elsewhere(name):
     tx = lowmem.flash_adamw(0.1, weight_decay=0.0, storage=STORAGES[name])
     params, state = trained(tx)
@@ -72,11 +72,14 @@ def test_zero_where_asked_and_the_same_elsewhere(name):
             )
         ),
         lambda: optax.MultiSteps(lowmem.flash_adamw(0.1), 2).gradient_transformation(),
-        lambda: lowmem.inject_hyperparams(lowmem.flash_sgd)(0.1, momentum=0.9),
+        pytest.param(
+            lambda: lowmem.inject_hyperparams(lowmem.flash_sgd)(0.1, momentum=0.9),
+            marks=pytest.mark.full,
+        ),
         lambda: lowmem.split_master_weights(
             lowmem.compress_state(optax.adam(0.1), mu=codecs.softsign(), nu=codecs.sqrt())
         ),
-        lambda: lowmem.split_master_weights(optax.adam(0.1)),
+        pytest.param(lambda: lowmem.split_master_weights(optax.adam(0.1)), marks=pytest.mark.full),
         lambda: lowmem.flash_factored_adamw(0.1, min_dim_size_to_factor=32),
         lambda: lowmem.pack_small_leaves(lowmem.flash_adamw(0.1)),
     ],

@@ -184,8 +184,6 @@ def has_query_and_key(leaf: ModuleLeaf, leaves: Leaves) -> bool:
     return all(leaf.module in n or beside(leaf, n, leaves) is not None for n in names)
 
 
-# ---- every kind of leaf --------------------------------------------------------------------------
-
 # module names: whole components, without Linen's number, in lower case
 EMBEDDING = {"embed", "embedding", "embeddings", "embed_tokens", "token_embed", "token_embedder",
              "tok_embeddings", "wte", "wpe", "pos_embed", "pos_embedding", "position_embedding",

@@ -167,8 +167,6 @@ def _block_of_value(leaf: ModuleLeaf, value: Block | Sequence[int] | str, reason
     return dataclasses.replace(block, reason=block.reason or reason)
 
 
-# ---- `describe`: the block of each leaf, and why -------------------------------------------------
-
 _F32_BYTES = 4
 
 

@@ -91,9 +91,6 @@ def _describe_slot(decision: context.Decision) -> dict[str, Any]:
     return results
 
 
-# ---- comparison ----------------------------------------------------------------------------------
-
-
 def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: optax.Params) -> None:
     """Raise unless a checkpoint's description matches the format that an optimizer reads.
 
@@ -240,10 +237,8 @@ def _block_text(block: Mapping[str, Any]) -> str:
 
 def _advice(slot: str, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     """Return as text the settings that read what was saved."""
-    if {**_without_rounding(stored), "block": None} == {
-        **_without_rounding(expected),
-        "block": None,
-    }:
+    alike, other = ({**_without_rounding(form), "block": None} for form in (stored, expected))
+    if alike == other:
         return "the optimizer, and its blocks or min_dim_size_to_factor, that it was saved with"
     if "split" in stored:
         scheme, _, bits = (stored["split"] or "").partition("-")

@@ -21,10 +21,9 @@ except ModuleNotFoundError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
     from etils import epath  # comes with Orbax
 
-
+Manager = Any  # an `ocp.CheckpointManager`
 StrPath = str | os.PathLike[str]
 _STEP = re.compile(r"(?:.*_)?(\d+)")  # names of Orbax's folders: 7, step_7, 0007
 _TEMPORARY = re.compile(r"\d+\.orbax-checkpoint-tmp")
@@ -59,7 +58,7 @@ def absolute(path: StrPath) -> Any:
     return path if is_remote(path) else os.path.abspath(path)
 
 
-def description(manager: "ocp.CheckpointManager", step: int) -> Mapping[str, Any]:
+def description(manager: Manager, step: int) -> Mapping[str, Any]:
     """Read the description of a step's format."""
     if DESCRIPTION in _item_metadata(manager, step):
         return read(manager, step, {DESCRIPTION: orbax().args.JsonRestore()})[DESCRIPTION]
@@ -70,13 +69,13 @@ def description(manager: "ocp.CheckpointManager", step: int) -> Mapping[str, Any
     )
 
 
-def _item_metadata(manager: "ocp.CheckpointManager", step: int) -> Any:
+def _item_metadata(manager: Manager, step: int) -> Any:
     """Return Orbax's metadata of each item of a step, by name."""
     with _explaining_errors(manager, step, (PARAMS, STATE, DESCRIPTION)):
         return manager.item_metadata(step)
 
 
-def verify_checksums(manager: "ocp.CheckpointManager", step: int) -> bool:
+def verify_checksums(manager: Manager, step: int) -> bool:
     """Raise if a file differs from what was written; return whether every item has checksums."""
     items = [folders(manager)[step] / name for name in (PARAMS, STATE, DESCRIPTION)]
     items = [item for item in items if item.exists()]
@@ -86,7 +85,7 @@ def verify_checksums(manager: "ocp.CheckpointManager", step: int) -> bool:
     return all((item / checksums.NAME).exists() for item in items)
 
 
-def folders(manager: "ocp.CheckpointManager") -> dict[int, Any]:
+def folders(manager: Manager) -> dict[int, Any]:
     """Return the folder of each step, complete or not, for any naming scheme of the manager."""
     if not manager.directory.exists():
         return {}
@@ -94,7 +93,7 @@ def folders(manager: "ocp.CheckpointManager") -> dict[int, Any]:
     return {int(name[1]): path for name, path in named if name and path.is_dir()}
 
 
-def steps(manager: "ocp.CheckpointManager") -> list[int]:
+def steps(manager: Manager) -> list[int]:
     """Return the steps that are complete checkpoints: have a description, or both trees."""
     complete = [
         step
@@ -159,9 +158,7 @@ def remove_temporary(path: StrPath) -> None:
                 folder.rmtree()
 
 
-def check_arrays(
-    manager: "ocp.CheckpointManager", step: int, expected: Mapping[str, object]
-) -> None:
+def check_arrays(manager: Manager, step: int, expected: Mapping[str, object]) -> None:
     """Raise if a stored array has another dtype or shape, which Orbax would cast or pad."""
     result = _item_metadata(manager, step)
     for name, target in expected.items():
@@ -178,9 +175,7 @@ def check_arrays(
             raise ValueError(f"step {step} in {manager.directory}: {problem}")
 
 
-def read(
-    manager: "ocp.CheckpointManager", step: int, items: Mapping[str, object]
-) -> dict[str, Any]:
+def read(manager: Manager, step: int, items: Mapping[str, object]) -> dict[str, Any]:
     """Read items of a step, given their `ocp.args` by name."""
     with _explaining_errors(manager, step, items):
         result = manager.restore(step, args=orbax().args.Composite(**items))
@@ -188,9 +183,7 @@ def read(
 
 
 @contextlib.contextmanager
-def _explaining_errors(
-    manager: "ocp.CheckpointManager", step: int, items: Iterable[str]
-) -> Iterator[None]:
+def _explaining_errors(manager: Manager, step: int, items: Iterable[str]) -> Iterator[None]:
     """Raise errors of tensorstore, json or the file system as one that explains them."""
     try:
         yield

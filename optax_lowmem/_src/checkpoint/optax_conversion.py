@@ -47,13 +47,10 @@ def record_of(state: optax.OptState) -> OptimizerRecord | None:
     return next((r for r in every_record() if r.rule.state_type.__name__ == kind), None)
 
 
-def counterpart(
-    tx: optax.GradientTransformation, params: optax.Params
-) -> optax.GradientTransformation:
+def counterpart(tx: optax.GradientTransformation, params: Any) -> optax.GradientTransformation:
     """Return an optax optimizer with the state that `tx` would have in f32, and arbitrary rates.
 
-    Raises:
-      ValueError: if `tx` does not reveal it, for example a closure of optax.
+    Raises if `tx` does not reveal it, for example a closure of optax.
     """
     if isinstance(tx, EngineTransformation):
         return _optax_optimizer_of(tx.engine)
@@ -195,9 +192,7 @@ class _Converter:
         for name in ours._fields:
             if name in _BY_NAME:
                 more = getattr(source, name)
-                results[name] = {
-                    k: more.get(k, value) for k, value in getattr(target, name).items()
-                }
+                results[name] = {k: more.get(k, x) for k, x in getattr(target, name).items()}
             else:
                 pair = getattr(ours, name), getattr(theirs, name)
                 results[name] = self.walk(*pair, f"{where}.{name}")
@@ -222,20 +217,15 @@ class _Converter:
             results.extend(result) if spliced else results.append(result)
         return tuple(results)
 
-    # ---- encoding and decoding ---------------------------------------------------------------
-
     def _encoded_moments(
         self, ours: optax.OptState, theirs: optax.OptState, record: OptimizerRecord, where: str
     ) -> Any:
         values_of: dict[str, dict[str, Any]] = {slot: {} for slot in record.optax_fields}
         counts: list[Any] = []
         _map_moments(
-            theirs,
-            record,
-            lambda slot, tree: values_of[slot].update(trees.named_leaves(tree)),
-            counts.append,
-            where,
-        )
+            theirs, record, lambda slot, tree: values_of[slot].update(trees.named_leaves(tree)),
+            counts.append, where,
+        )  # fmt: skip
         if len({int(count) for count in counts}) > 1:
             raise ValueError(
                 f"{where}: optax's state counts {sorted({int(c) for c in counts})} steps, in its "
@@ -318,11 +308,7 @@ def _is_ours(node: object) -> bool:
 
 
 def _map_moments(
-    theirs: optax.OptState,
-    record: OptimizerRecord,
-    of_slot: Callable[[str, Any], Any],
-    of_count: Callable[[jax.Array], Any],
-    where: str,
+    theirs: Any, record: OptimizerRecord, of_slot: Callable[..., Any], of_count: Any, where: str
 ) -> Any:
     """Map functions over the moments and counts of the state of one optimizer in optax.
 
@@ -410,6 +396,7 @@ def _mismatch(ours: optax.OptState, theirs: optax.OptState, where: str) -> Value
 # one compiled call per leaf: eagerly, each operation of a codec would allocate its result
 _encode = jax.jit(group_codec.encode, static_argnames=("codec", "group_size", "slot"))
 _decode = jax.jit(group_codec.decode, static_argnames=("codec", "group_size", "length"))
+Pop = Callable[[str], context.Decision]
 
 
 class Decisions:
@@ -449,7 +436,6 @@ class Decisions:
         """Record which slots this state quantizes: they are f32 in its inner states."""
 
         def visit(slot: str, name: str, codes: Any) -> Any:
-            del name
             self._coded_outside.update((path, slot) for path, _ in trees.named_leaves(codes))
             return ()
 
@@ -500,7 +486,6 @@ def map_coded_slots(
     seen: dict[str, None] = {}
 
     def visit(node: optax.OptState, field: str, value: Any) -> Any:
-        del node
         name = scale_name(field, seen)
         if name not in state.scales:
             return value
@@ -511,13 +496,7 @@ def map_coded_slots(
 
 
 def _encode_slot(
-    stored: Any,
-    scales: Any,
-    values: Arrays,
-    pop: Callable[[str], context.Decision],
-    seed: jax.Array,
-    count: jax.Array,
-    where: str,
+    stored: Any, scales: Any, values: Arrays, pop: Pop, seed: Any, count: Any, where: str
 ) -> tuple[Any, Any]:
     """Return a stored slot and its scales with other f32 values, by path; other leaves are kept.
 
@@ -549,9 +528,7 @@ def _encode_slot(
     return codes, new_scales
 
 
-def _decode_slot(
-    stored: Any, scales: Any, like: Any, pop: Callable[[str], context.Decision]
-) -> Any:
+def _decode_slot(stored: Any, scales: Any, like: Any, pop: Pop) -> Any:
     """Return the f32 values of a stored slot, in a tree like `like`, whose leaves may be fewer."""
     expected = dict(trees.named_leaves(like))
     _, in_packs = packs.layout(stored)
@@ -568,9 +545,6 @@ def _decode_slot(
     named = packs.unpacked(array_metadata.like(stored, values), expected)
     leaves = [named[path].astype(leaf.dtype) for path, leaf in expected.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-# ---- from optax ----------------------------------------------------------------------------------
 
 
 def from_optax(
@@ -630,9 +604,6 @@ def from_optax(
     return weights, _Converter(decisions, to_optax=False).walk(empty, optax_state)
 
 
-# ---- to optax ------------------------------------------------------------------------------------
-
-
 def to_optax(
     tx: optax.GradientTransformation,
     state: optax.OptState,
@@ -678,9 +649,7 @@ def to_optax(
     return masters, _filled(result, chosen, masters)
 
 
-def _filled(
-    state: optax.OptState, plain: optax.GradientTransformation, params: optax.Params
-) -> Any:
+def _filled(state: Any, plain: optax.GradientTransformation, params: optax.Params) -> Any:
     """Replace a state's abstract leaves, which `tx` does not have, by those of `plain.init`."""
     leaves, treedef = jax.tree.flatten(state)
     left = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]

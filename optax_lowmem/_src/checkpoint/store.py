@@ -24,6 +24,7 @@ from optax_lowmem._src.checkpoint.description import (
 from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE, StrPath, open_manager
 from optax_lowmem._src.core import context, host, trees
 from optax_lowmem._src.core.sharding import replicated, state_sharding
+from optax_lowmem._src.core.typing import Shaped
 
 # ---- Orbax saves no arrays of size 0, no array without a name, no empty items --------------------
 
@@ -46,14 +47,12 @@ def packed(tree: object) -> Any:
 def unpacked(restored: object, target: object) -> Any:
     """Return the tree of `target`, abstract arrays with shardings, from its packed form."""
     arrays = iter(jax.tree.leaves(restored))
-    return jax.tree.map(
-        lambda like: (
-            jnp.zeros(like.shape, like.dtype, device=like.sharding)
-            if 0 in like.shape
-            else next(arrays)
-        ),
-        target,
-    )
+
+    def of_leaf(like: Any) -> Any:
+        empty = 0 in like.shape
+        return jnp.zeros(like.shape, like.dtype, device=like.sharding) if empty else next(arrays)
+
+    return jax.tree.map(of_leaf, target)
 
 
 # ---- shardings of the restored parameters and state ----------------------------------------------
@@ -62,10 +61,7 @@ Shardings = Any  # a Sharding, or a tree of them, a prefix of the state's
 
 
 def targets(
-    params_like: optax.Params,
-    state_like: optax.OptState,
-    shardings: Shardings,
-    decisions: Sequence[context.Decision],
+    params_like: Any, state_like: Any, shardings: Shardings, decisions: Sequence[context.Decision]
 ) -> tuple[Any, Any]:
     """Return abstract parameters and state, every leaf with its sharding.
 
@@ -91,17 +87,12 @@ def targets(
     return params, jax.tree.unflatten(treedef, state)
 
 
-def _shape_with_sharding(
-    leaf: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding
-) -> jax.ShapeDtypeStruct:
+def _shape_with_sharding(leaf: Shaped, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=sharding)
 
 
 def _shardings_like_parameters(
-    params: optax.Params,
-    state: optax.OptState,
-    here: Sharding,
-    decisions: Sequence[context.Decision],
+    params: Any, state: Any, here: Sharding, decisions: Sequence[context.Decision]
 ) -> Sequence[Sharding]:
     """Return the sharding of each array of a state: that of its parameter, otherwise `here`.
 
@@ -131,8 +122,6 @@ def _shardings_like_parameters(
         results.append(next(of_codes, here) if owner is None else owner.sharding)
     return results
 
-
-# ---- save and restore ----------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp

@@ -91,9 +91,6 @@ class Float16Scale(ScaleFormat):
         return stored.astype(jnp.float32)
 
 
-# ---- the codec -----------------------------------------------------------------------------------
-
-
 class StoredSlot(NamedTuple):
     """Codes and scales of a slot, as arrays or as shapes and dtypes."""
 

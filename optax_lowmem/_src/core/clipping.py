@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.core.hyperparameters import check_range
+from optax_lowmem._src.core.hyperparameters import check_range, is_zero
 from optax_lowmem._src.core.varying import mean_of_leaf
 
 
@@ -29,5 +29,5 @@ def clipped_share(rms: jax.Array, threshold: jax.Array) -> jax.Array:
 def check_threshold(threshold: object) -> None:
     """Raise unless a threshold of RMS_t is positive."""
     check_range("threshold", threshold, 0.0)
-    if isinstance(threshold, int | float) and threshold == 0:
+    if is_zero(threshold):
         raise ValueError("threshold must be > 0: it is the RMS_t up to which nothing is clipped")

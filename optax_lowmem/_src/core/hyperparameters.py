@@ -22,6 +22,20 @@ def check_choice(name: str, value: object, choices: Iterable[str | None]) -> Non
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
+def is_zero(value: object) -> bool:
+    """Return whether a hyperparameter is the number 0, not a schedule or an array."""
+    return isinstance(value, int | float) and value == 0
+
+
+def check_count(name: str, value: object, least: int, what: str) -> None:
+    """Raise unless an option is an int of at least `least`; `what` is counted."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(
+            f"{name} must be a number of {what}, at least {least}, got {value!r}. To inject "
+            "hyperparameters, use lowmem.inject_hyperparams."
+        )
+
+
 def check_range(name: str, value: object, low: float, high: float = math.inf) -> None:
     """Raise unless a number is in [low, high); schedules and 32-bit arrays pass."""
     if not callable(value):

@@ -1,5 +1,6 @@
 """Leaves, their paths and checks; every error names the leaf and the remedy."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -101,6 +102,12 @@ def check_param(path: str, leaf: object) -> None:
         f"parameter '{path}' is {dtype}: only float32, bfloat16 and float16 leaves can be "
         "optimized. Leave it out with optax.masked or optax.partition, around this one."
     )
+
+
+def check_params(params: optax.Params) -> None:
+    """Apply `check_param` to each leaf."""
+    for path, leaf in named_leaves(params):
+        check_param(path, leaf)
 
 
 def with_values(params: optax.Params) -> optax.Params:
@@ -320,7 +327,9 @@ def _has_states(node: object, slot: str) -> bool:
     return holds(node, filled)
 
 
-# ---- dtypes of trees -----------------------------------------------------------------------------
+def nbytes(tree: object) -> int:
+    """Return the bytes of a tree of arrays or shapes."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def widened(tree: Tree, floats_only: bool = False) -> Tree:

@@ -22,8 +22,6 @@ def _chosen(named: Sequence[tuple[str, Any]], leaves: Sequence[str]) -> dict[str
     return {path: leaf for path, leaf in named if path in chosen}
 
 
-# ---- RMS_t ---------------------------------------------------------------------------------------
-
 _LEAST_EPS = 1e-18
 
 Moment = tuple[jax.Array, Any]  # `nu` of a leaf (codes or values), and its step count or None
@@ -181,9 +179,6 @@ def _sampled(sample: int | None, *arrays: jax.Array | None) -> list[Any]:
         return list(arrays)
     every = min(-(-first.size // sample), first.shape[0])
     return [None if a is None else a[::every] for a in arrays]
-
-
-# ---- norms of weights ----------------------------------------------------------------------------
 
 
 def norms(

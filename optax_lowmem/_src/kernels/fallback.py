@@ -30,19 +30,13 @@ def with_fallback(
 
     A computation for the host's CPU may be traced on a machine with an accelerator, and one for
     several platforms may be exported: which of the two runs is decided where JAX lowers it. The
-    kernel is always traced, and a fallback only if it is lowered; both must return the same shapes
-    and dtypes.
+    kernel is always traced, and a fallback only if it is lowered, maybe after this call has
+    returned: `plain` must take all of its arrays as arguments, and depend on no other state. Both
+    must return the same shapes and dtypes. `name` is that of `jax.lax.platform_dependent`.
 
-    Args:
-      name: the kernel's platform, as in `jax.lax.platform_dependent`.
-      kernel: a function of arrays.
-      plain: the fallback. It may be traced after this call has returned: it must take all of its
-        arrays as arguments, and depend on no other state.
-      *args: pytrees of arrays.
-      several: the fallback for several devices of the kernel's platform, by default `plain`. In a
-        `shard_map` over all axes the kernel runs on each device.
-      partition: how the kernel is partitioned over several devices, where XLA supports this
-        (`partitioned.can_lower`).
+    Several devices of the kernel's platform run `several` (by default `plain`), or the kernel as
+    `partition` says, where XLA supports this (`partitioned.can_lower`); in a `shard_map` over all
+    axes the kernel runs on each device.
     """
     types: list[Any] = []  # filled with one item, the types of the kernel's results
 
@@ -122,7 +116,6 @@ def _on_one_device(leaves: Sequence[Any]) -> bool:
     return all(len(x.devices()) == 1 for x in leaves if isinstance(x, jax.Array))
 
 
-# ---- the primitive -------------------------------------------------------------------------------
 # Operands are the flat arguments, then the arrays that the kernel closes over. Parameters are the
 # kernel's jaxpr (None for another platform), the fallback, and the number of arguments.
 

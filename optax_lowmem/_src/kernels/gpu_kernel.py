@@ -85,13 +85,9 @@ class Program(abc.ABC):
     ) -> None:
         """Run run(choose(i, shared)) for the last i for which starts[i] <= position.
 
-        Args:
-          position: int32 scalar.
-          starts: ascending numbers, the first one 0.
-          choose: (i, choices that share the code of `run`) -> a pytree of integers, arrays and
-            operands. It loads nothing. The results of choices that share code differ only in the
-            values of integers and arrays, and in the number of rows of operands.
-          run: a function of such a pytree.
+        The numbers `starts` ascend from 0. `choose` takes i and the choices that share the code of
+        `run`, loads nothing, and returns a pytree of integers, arrays and operands, which differs
+        between choices that share code only in values, and in the number of rows of operands.
         """
 
     @abc.abstractmethod
@@ -148,18 +144,12 @@ def launch(
     backend: str = "pallas",
     in_place: Mapping[int, int] | None = None,
 ) -> list[Any]:
-    """Run the programs of a grid, and return the arrays that they store to.
+    """Run the programs of a grid, and return the arrays that they store to, each element once.
 
-    Args:
-      body: the function of one program: (program, *operands, *results).
-      operands: arrays that it loads from, or pytrees of arrays.
-      results: shapes and dtypes of the arrays that it stores to, or pytrees of them; each element
-        is stored once.
-      grid: number of programs along each axis.
-      warps: number of warps, of 32 threads, per program.
-      name: name of the kernel.
-      backend: one of `BACKENDS`; or `interpret`: by Pallas as plain JAX, on any device.
-      in_place: index of an operand's array -> index of the result's array that overwrites it.
+    `body` is a function of (program, *operands, *results), which may be pytrees; `results` are
+    shapes and dtypes. A program has `warps` of 32 threads. `backend` is one of `BACKENDS`, or
+    `interpret`: by Pallas as plain JAX, on any device. `in_place` maps the index of an operand's
+    array to that of the result's array that overwrites it.
     """
     (read, structure), (written, structure2) = map(jax.tree.flatten, (operands, results))
 

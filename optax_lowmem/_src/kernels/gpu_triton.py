@@ -171,17 +171,9 @@ def missing(body: Body, arrays: Sequence[Shaped]) -> str | None:
 def source(
     body: Body, name: str, parameters: Sequence[str], names: Sequence[str], arrays: Sequence[Shaped]
 ) -> str:
-    """Return the source of a kernel.
+    """Return the source of a kernel; raise for an operation that is `missing` in Triton.
 
-    Args:
-      body: the function of a program.
-      name: name of the kernel.
-      parameters: names of its pointers.
-      names: name of the pointer to each array.
-      arrays: the arrays, or their shapes and dtypes.
-
-    Raises:
-      NotImplementedError: for an operation without a translation to Triton; see `missing`.
+    `parameters` are the names of its pointers, `names` that of the pointer to each of the arrays.
     """
     jaxpr = traced(body, arrays)
     lacking = jaxpr_to_triton.missing(jaxpr)

@@ -278,9 +278,6 @@ FORMS: dict[str, Callable[[Operation], str]] = {
 }  # fmt: skip
 
 
-# ---- functions -----------------------------------------------------------------------------------
-
-
 def _inner(eqn: Equation) -> Sequence[Jaxpr]:
     """Return the closed jaxprs of a call, or of the two branches of a `lax.cond`."""
     if eqn.primitive.name == "cond":
@@ -383,14 +380,9 @@ def function(closed: Jaxpr, name: str, parameters: Sequence[str], fp8: bool = Tr
 def kernel(
     closed: Jaxpr, name: str, parameters: Sequence[str], arguments: Sequence[str], fp8: bool = True
 ) -> str:
-    """Return the source of a `triton.jit` kernel, which loads and stores; see `function`.
+    """Return the source of a `triton.jit` kernel, from the jaxpr of a function of pointers.
 
-    Args:
-      closed: closed jaxpr of a program, a function of pointers.
-      name: name of the kernel.
-      parameters: names of its parameters.
-      arguments: the parameter that is each input variable of the jaxpr.
-      fp8: whether the GPU has conversions to and from E4M3.
+    `arguments` are the parameters that are the jaxpr's inputs; `fp8`: as in `function`.
     """
     writer = _Writer(fp8)
     writer.body(closed, arguments)

@@ -20,24 +20,10 @@ _HOPPER = "9.0"  # the only one with WGMMA instructions
 # The oldest JAX with this API of Mosaic GPU, which is experimental, and the names used from it.
 MOSAIC_GPU = "0.11.2"
 _OF_MOSAIC_GPU = (
-    "ACC",
-    "BlockSpec",
-    "Layout",
-    "SMEM",
-    "SwizzleTransform",
-    "TilingTransform",
-    "commit_smem",
-    "copy_smem_to_gmem",
-    "emit_pipeline_warp_specialized",
-    "find_swizzle",
-    "kernel",
-    "load",
-    "nd_loop",
-    "planar_snake",
-    "wait_smem_to_gmem",
-    "wgmma",
-    "wgmma_wait",
-)
+    "ACC BlockSpec Layout SMEM SwizzleTransform TilingTransform commit_smem copy_smem_to_gmem "
+    "emit_pipeline_warp_specialized find_swizzle kernel load nd_loop planar_snake "
+    "wait_smem_to_gmem wgmma wgmma_wait"
+).split()
 _OF_PALLAS_TRITON = ("CompilerParams", "elementwise_inline_asm", "load", "store")
 _MULTIPROCESSORS = 132  # of an H100 SXM or an H200
 

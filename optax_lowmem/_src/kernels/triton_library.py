@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice  # noqa: F401  # for generated sources
 
-# ---- memory --------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _pointer(pointer):
@@ -100,9 +98,6 @@ def to_e5m2(x):
 def of_e5m2(x):
     """Convert the bits of E5M2 to f32."""
     return x.to(tl.float8e5, bitcast=True).to(tl.float32)
-
-
-# ---- sources -------------------------------------------------------------------------------------
 
 
 def compiled_from(source: str, name: str) -> Any:

@@ -33,8 +33,6 @@ from optax_lowmem._src.losses.products import (
     quantize_head,
 )
 
-# ---- the loss ------------------------------------------------------------------------------------
-
 _REDUCTIONS = ("mean", "sum", "none")
 _CHUNK_LOGITS = 2**28  # per device; 1 GiB in f32, large enough for efficient products
 
@@ -146,8 +144,10 @@ def linear_cross_entropy(
     if weights is not None:
         kind = weights.dtype if jnp.issubdtype(weights.dtype, jnp.floating) else jnp.float32
         weights = weights.astype(jnp.promote_types(jnp.float32, kind))
-    if layout is not None:
-        hidden, head, labels, weights = layout.reshard(hidden, head, labels, weights)
+    if layout is not None:  # on Auto axes shard_map reshards
+        hidden = layout.place(hidden, layout.of_hidden)
+        labels = layout.place(labels, layout.of_tokens)
+        weights = None if weights is None else layout.place(weights, layout.of_tokens)
     dtype = str(head.dtype)
     static = (vocab_axis, z_loss, soft_cap, chunk_tokens, products, precision, dtype, layout)
     loss = _Loss(*static)
@@ -230,9 +230,6 @@ def _check_products(
         )
 
 
-# ---- static arguments ----------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class _Layout:
     """Shardings of the arrays on a mesh."""
@@ -266,15 +263,6 @@ class _Layout:
     def of_head(self, width: tuple[str, ...] = ()) -> P:
         both = (self.vocab or None, width or None)
         return P(*(both if self.vocab_axis == 0 else both[::-1]))
-
-    def reshard(
-        self, hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Reshard the arguments to `specs` on Explicit axes; on Auto axes shard_map does it."""
-        labels = self.place(labels, self.of_tokens)
-        if weights is not None:
-            weights = self.place(weights, self.of_tokens)
-        return self.place(hidden, self.of_hidden), head, labels, weights
 
     def place(self, x: jax.Array, spec: P) -> jax.Array:
         """Reshard an array on Explicit axes."""
@@ -432,31 +420,23 @@ def _without_masked(losses: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)
 
 
-# ---- all chunks ----------------------------------------------------------------------------------
-
 Gradients = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
 def _sweep(loss: _Loss, needed: _Needed, *given: Any) -> Gradients:
     """Return losses per token, and the gradients of their sum, weighted by `scale` [...] (None: 1).
 
-    The gradient of hidden is in its dtype, the head's in f32. `given`: see `_sweep_devices`.
+    The gradient of hidden is in its dtype, the head's in f32. `given`: see `_sweep_device`.
     """
     return (_sweep_once if loss.in_fp8 else _sweep_devices)(loss, needed, *given)
 
 
-def _sweep_devices(
-    loss: _Loss,
-    needed: _Needed,
-    hidden: jax.Array,
-    head: jax.Array,
-    labels: jax.Array,
-    scale: jax.Array | None,
-) -> Gradients:
+def _sweep_devices(loss: _Loss, needed: _Needed, *given: Any) -> Gradients:
     """Return `_sweep` from one device, or from those of the mesh."""
     layout = loss.layout
     if layout is None:
-        return _sweep_device(loss, needed, hidden, head, labels, scale)
+        return _sweep_device(loss, needed, *given)
+    hidden, head, labels, scale = given
     of_tokens, of_hidden, of_head = layout.of_tokens, layout.of_hidden, layout.of_head()
     result = layout.of_head(layout.width if layout.scattered else ())
     losses, for_hidden, for_head = jax.shard_map(
@@ -579,9 +559,6 @@ def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
     x = jnp.moveaxis(x, 0, axis)
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
     return lax.slice_in_dim(x, 0, length, axis=axis)
-
-
-# ---- one chunk -----------------------------------------------------------------------------------
 
 
 def _chunk(

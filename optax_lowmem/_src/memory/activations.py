@@ -1,7 +1,6 @@
 """Report the bytes that a function saves for its backward pass, without running it."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.jaxprs import scan_counts
 
 Atom = Var | Literal
@@ -262,13 +262,8 @@ def _saved_arrays(
 
 
 def _make_saved(var: Var, operation: str, what: str, weights: bool) -> Saved:
-    shape, dtype = tuple(_aval(var).shape), _aval(var).dtype
-    return Saved(operation, what, shape, dtype, _bytes(var), weights)
-
-
-def _aval(atom: Atom) -> Any:
-    """Return shape and dtype; `Any`, since JAX's type includes tokens, which have none."""
-    return atom.aval
+    aval: Any = var.aval  # JAX's type includes tokens, which have neither shape nor dtype
+    return Saved(operation, what, tuple(aval.shape), aval.dtype, trees.nbytes(aval), weights)
 
 
 def _origin(frame: _Frame, atom: Atom) -> tuple[_Frame, Var] | None:
@@ -283,7 +278,8 @@ def _origin(frame: _Frame, atom: Atom) -> tuple[_Frame, Var] | None:
         elif (inner := frame.call(eqn)) is not None:
             frame, atom = inner, inner.jaxpr.outvars[eqn.outvars.index(atom)]
         elif eqn.primitive.name in _VIEWS and all(
-            isinstance(given, Literal) or _bytes(given) <= _bytes(atom) for given in eqn.invars
+            isinstance(given, Literal) or trees.nbytes(given.aval) <= trees.nbytes(atom.aval)
+            for given in eqn.invars
         ):
             if not eqn.invars:
                 return None
@@ -291,10 +287,6 @@ def _origin(frame: _Frame, atom: Atom) -> tuple[_Frame, Var] | None:
         else:
             return frame, atom
     return None
-
-
-def _bytes(var: Var) -> int:
-    return math.prod(_aval(var).shape) * _aval(var).dtype.itemsize
 
 
 def _label(frame: _Frame, var: Var) -> tuple[str, str]:

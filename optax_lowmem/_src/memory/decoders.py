@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_lowmem._src.core import trees
 from optax_lowmem._src.losses.cross_entropy import chunk_limit, chunks
 from optax_lowmem._src.memory.plan import OFFLOAD, RESIDENT, Activations
 
@@ -16,14 +17,10 @@ _KNOWN: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8},
     "qwen2": {},
     "qwen3": {"head_dim": 128},
-    "gemma2": {
-        "head_dim": 256,
-        "tie_word_embeddings": True,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
+    "gemma2": {"head_dim": 256, "tie_word_embeddings": True, "attn_logit_softcapping": 50.0,
+               "final_logit_softcapping": 30.0},
     "gemma3_text": {"head_dim": 256, "tie_word_embeddings": True},
-}
+}  # fmt: skip
 _INPUTS = 3  # of layers, on the device while the others are on the host: in, at work, out
 
 
@@ -155,8 +152,7 @@ class Decoder:
             inputs = _INPUTS * stream
         work, beside = self._layer(tokens, sequence, lora, kept), inputs
         if kept is not None:  # freed layer by layer, while gradients come into being
-            leaves = jax.tree.leaves(self.params()["layers"])
-            beside = max(inputs - sum(leaf.size * leaf.dtype.itemsize for leaf in leaves), 0)
+            beside = max(inputs - trees.nbytes(self.params()["layers"]), 0)
         return Activations(inputs + loss, beside + held + work, end)
 
     def _layer(

@@ -1,14 +1,14 @@
 """Plan the memory of a training step from shapes alone: what fits, and the largest batch."""
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import optax
 
 from optax_lowmem._src.core import trees
-from optax_lowmem._src.memory.state import UNITS, Report, array_bytes, report, unit_of
+from optax_lowmem._src.memory.state import UNITS, Report, report, unit_of
 
 RESIDENT, RELEASE, OFFLOAD = "resident", "release", "offload"
 MODES = (RESIDENT, RELEASE, OFFLOAD)
@@ -155,7 +155,7 @@ def plan(
         return size if isinstance(size, Activations) else Activations(0, size, 0)
 
     of_params = report(tx, params)
-    weights = of_params.params_bytes + sum(map(array_bytes, jax.tree.leaves(frozen)))
+    weights = of_params.params_bytes + trees.nbytes(frozen)
     plans = []
     for name, fixed in _fixed(
         of_params, dict(trees.named_leaves(params)), stacks, whole, accumulate
@@ -163,7 +163,8 @@ def plan(
         if name in modes:
             host = of_params.state_bytes if name == OFFLOAD else 0
             mode = ModePlan(name, weights, fixed, of_batch, host)
-            plans.append(dataclasses.replace(mode, batch=_largest(mode, budget)))
+            largest = bisect.bisect_right(range(1, _MOST), budget, key=mode.total_bytes)
+            plans.append(dataclasses.replace(mode, batch=largest))
     return Plan(budget, tuple(plans))
 
 
@@ -174,7 +175,7 @@ def _fixed(
     layers = {path: Fixed(0, 0) for path in stacks}  # one of each stack
     stacked, largest = 0, Fixed(0, 0)
     for path, leaf in leaves.items():
-        size = array_bytes(leaf)
+        size = trees.nbytes(leaf)
         state = sum(of_params.by_leaf[path].values()) - size
         stack = next((s for s in stacks if path.startswith(f"{s}/")), None)
         if stack is None:
@@ -204,15 +205,3 @@ def _fixed(
     at_work = Fixed(flight, (1 + wide) * layer.gradients + outside)
     at_end = Fixed(largest.state + flight, outside)
     yield OFFLOAD, (of_loss, at_work, at_end)
-
-
-def _largest(mode: ModePlan, budget: int) -> int:
-    """Return the largest batch that fits, by bisection."""
-    fits, too_large = 0, _MOST
-    while too_large - fits > 1:
-        middle = (fits + too_large) // 2
-        if mode.total_bytes(middle) <= budget:
-            fits = middle
-        else:
-            too_large = middle
-    return fits

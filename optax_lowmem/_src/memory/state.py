@@ -1,5 +1,6 @@
 """Report the bytes of weights and optimizer state by slot and leaf, without allocating them."""
 
+import contextlib
 import dataclasses
 import math
 from collections import defaultdict
@@ -12,7 +13,6 @@ import optax
 
 from optax_lowmem._src.checkpoint.optax_conversion import counterpart, counterpart_name
 from optax_lowmem._src.core import context, trees
-from optax_lowmem._src.core.typing import Shaped
 
 UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
 
@@ -97,11 +97,6 @@ def unit_of(largest: float) -> str:
     return next((name for name, size in UNITS.items() if largest >= size / 10), "KiB")
 
 
-def array_bytes(leaf: Shaped) -> int:
-    """Return the bytes of an array, or of one of this shape and dtype."""
-    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
-
-
 def report(
     tx: optax.GradientTransformation,
     params: optax.Params,
@@ -128,7 +123,10 @@ def report(
     """
     name = None
     if baseline is None:
-        name, baseline = _counterpart(tx, params)
+        # a ValueError: inside an optax wrapper, or without a counterpart in optax
+        with contextlib.suppress(ValueError):
+            if (plain := counterpart(tx, params)) is not tx:
+                name, baseline = counterpart_name(tx), plain
     result = _report(tx, params)
     if baseline is None:
         return result
@@ -136,33 +134,24 @@ def report(
     return dataclasses.replace(result, baseline=_report(baseline, plain), counterpart=name)
 
 
-def _counterpart(tx: Any, params: Any) -> tuple[str | None, Any]:
-    """Return name and transformation of the optax optimizer that `tx` replaces, if any."""
-    try:
-        plain = counterpart(tx, params)
-    except ValueError:  # inside an optax wrapper, or without a counterpart in optax
-        return None, None
-    return (None, None) if plain is tx else (counterpart_name(tx), plain)
-
-
 def _report(tx: optax.GradientTransformation, params: Any) -> Report:
     """Return the report without a baseline."""
     state, decisions = context.dry_run(tx, params)
     leaves = dict(trees.named_leaves(params))
-    by_leaf = {path: {"params": array_bytes(leaf)} for path, leaf in leaves.items()}
+    by_leaf = {path: {"params": trees.nbytes(leaf)} for path, leaf in leaves.items()}
     by_slot: dict[str, int] = defaultdict(int)
     for slot, tree in trees.state_fields(state):
         for path, leaf in trees.named_leaves(tree):
-            by_slot[slot] += array_bytes(leaf)
+            by_slot[slot] += trees.nbytes(leaf)
             if path in by_leaf:
-                by_leaf[path][slot] = by_leaf[path].get(slot, 0) + array_bytes(leaf)
+                by_leaf[path][slot] = by_leaf[path].get(slot, 0) + trees.nbytes(leaf)
     reasons: dict[str, dict[str, str]] = defaultdict(dict)
     for decision in decisions:
         if decision.form is None and decision.slot != "step":
             reasons[decision.path][decision.slot] = decision.reason
     return Report(
         parameters=sum(math.prod(leaf.shape) for leaf in leaves.values()),
-        params_bytes=sum(map(array_bytes, leaves.values())),
+        params_bytes=trees.nbytes(params),
         by_slot=dict(by_slot),
         by_leaf=by_leaf,
         reasons=dict(reasons),

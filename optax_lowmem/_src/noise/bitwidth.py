@@ -132,9 +132,6 @@ def safe_format(bits: float) -> SafeFormat:
     return SafeFormat(math.ceil(math.log2(whole + 1)), whole, whole - 2)
 
 
-# ---- emulated casts: values of a narrow format, stored in a wide dtype ---------------------------
-
-
 def fake_cast(w: jax.Array, to: str | tuple[int, int] | SafeFormat) -> jax.Array:
     """Round weights to the values of a format, in f32.
 

@@ -42,8 +42,6 @@ class Scaled:
         """Round f32 values to the format, to nearest, ties to even.
 
         `absmax` is the largest magnitude of each value's block. If it is not finite, no result is.
-
-        If a block's maximum is not finite, none of its results is.
         """
         top, size = _top(absmax), jnp.abs(x)
         step = jnp.maximum(_exponent(size), top - (self.ranges - 1)) - self.mantissa

@@ -83,9 +83,6 @@ def spread(of_blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return wide[..., : shape[-2], : shape[-1]]
 
 
-# ---- noise and sampled weights -------------------------------------------------------------------
-
-
 def words_of(key: jax.Array, shape: tuple[int, ...], draws: int) -> list[jax.Array]:
     """Return `draws` arrays of random words for [..., m, n], each [..., ceil(m / 8), n]."""
     places = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])

@@ -71,13 +71,10 @@ class Noisy:
     clean_dtype: Any
     seed: int
 
-    # ---- state -------------------------------------------------------------------------------
-
     def init(self, params: optax.Params) -> GaussWSState:
         """Return the initial state; within `lowmem.init` also pass it the first noisy weights."""
+        trees.check_params(params)
         leaves = trees.named_leaves(params)
-        for path, leaf in leaves:
-            trees.check_param(path, leaf)
         chosen = self._chosen(leaves)
         shapes = [
             tuple(kernels.block_shape(leaf.shape)) if sampled else None
@@ -85,13 +82,11 @@ class Noisy:
         ]
         nothing, ones, zeros = compiled(_first_bits)(shapes)
         rows = zip(leaves, chosen, nothing, strict=True)
-        clean = array_metadata.like(
-            params,
-            [
-                self._initial_clean(path, trees.with_values(leaf)) if sampled else none
-                for (path, leaf), sampled, none in rows
-            ],
-        )
+        weights = [
+            self._initial_clean(path, trees.with_values(leaf)) if sampled else none
+            for (path, leaf), sampled, none in rows
+        ]
+        clean = array_metadata.like(params, weights)
         bits, scale = array_metadata.like(params, ones), array_metadata.like(params, zeros)
         with context.recording() as decisions:
             inner = self._init_inner(_merged(params, clean, chosen))
@@ -143,10 +138,7 @@ class Noisy:
         return state
 
     def _record(
-        self,
-        decisions: list[context.Decision],
-        leaves: list[tuple[str, jax.Array]],
-        chosen: list[bool],
+        self, decisions: list[context.Decision], leaves: list[tuple[str, Any]], chosen: list[bool]
     ) -> None:
         """Record the decisions of `inner`, and which other leaves have a wide clean weight."""
         for decision in decisions:
@@ -170,17 +162,10 @@ class Noisy:
             scale=array_metadata.like(params, [s for _, s in result], state.scale)
         )
 
-    # ---- step --------------------------------------------------------------------------------
-
     def update(
-        self,
-        updates: optax.Updates,
-        state: GaussWSState,
-        params: optax.Params | None = None,
-        *,
-        factor: jax.Array | None = None,
-        **extra: Any,
-    ) -> tuple[Any, GaussWSState]:
+        self, updates: Any, state: GaussWSState, params: Any = None, *,
+        factor: jax.Array | None = None, **extra: Any,
+    ) -> tuple[Any, GaussWSState]:  # fmt: skip
         """Return updates from the old noisy weights to the new ones, and the state.
 
         `factor`: multiplies the gradients, if `inner` is one of our optimizers.
@@ -188,9 +173,7 @@ class Noisy:
         emitted: dict[str, jax.Array] = {}
         steps: list[Any] = []
 
-        def take(
-            gradients: optax.Updates, inner_state: optax.OptState, weights: optax.Params
-        ) -> tuple[Any, Any]:
+        def take(gradients: Any, inner_state: Any, weights: Any) -> tuple[Any, Any]:
             scaled = {} if factor is None else {"gradient_scale": factor}
             with context.emitting() as inside:
                 step, new_state = self.inner.update(
@@ -216,12 +199,7 @@ class Noisy:
         return jax.tree.unflatten(jax.tree.structure(params), changes), state
 
     def advance(
-        self,
-        gradients: optax.Updates,
-        state: GaussWSState,
-        params: optax.Params,
-        take: Take,
-        factor: jax.Array | None = None,
+        self, gradients: Any, state: GaussWSState, params: Any, take: Take, factor: jax.Array | None
     ) -> tuple[Any, GaussWSState]:
         """Return parameters with new noise, and state; `take` steps the clean weights."""
         if params is None:
@@ -275,12 +253,7 @@ class Noisy:
         return rows
 
     def _update_bits(
-        self,
-        rows: list[_Leaf],
-        gradients: list[jax.Array],
-        state: GaussWSState,
-        params: optax.Params,
-        factor: jax.Array | None,
+        self, rows: list[_Leaf], gradients: Any, state: GaussWSState, params: Any, factor: Any
     ) -> tuple[jax.Array, Any, Any]:
         """Return the new count, b_i and state of the bits' optimizer (equations 3, 9 and 10)."""
         run = _bits_gradients if context.step_arguments().placements else compiled(_bits_gradients)
@@ -358,10 +331,7 @@ def _samples(
     seed: jax.Array,
     count: jax.Array,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Return the sampled weights of each row and the scale of their noise.
-
-    `span` is (bits_init, bits_target).
-    """
+    """Return the sampled weights of each row and the scale of their noise."""
     results = []
     keys = random.leaf_keys(seed, count, [path for path, *_ in rows])
     for (path, w, correction, b, to, dtype), key in zip(rows, keys, strict=True):
@@ -375,9 +345,6 @@ def _merged(params: optax.Params, clean: optax.Params, chosen: list[bool]) -> An
     rows = zip(jax.tree.leaves(params), jax.tree.leaves(clean), chosen, strict=True)
     weights = [w if sampled else param for param, w, sampled in rows]
     return jax.tree.unflatten(jax.tree.structure(params), weights)
-
-
-# ---- the transformation --------------------------------------------------------------------------
 
 
 def gaussws_noise(

@@ -132,9 +132,6 @@ def unpack(words: jax.Array, rows: int | None = None) -> jax.Array:
     return numbers if rows is None else numbers[..., :rows, :]
 
 
-# ---- equation 1 ----------------------------------------------------------------------------------
-
-
 def _bits_per_block(w: jax.Array, bits: ArrayLike) -> jax.Array:
     """Check a weight and its bitwidths; return one bitwidth per block, f32."""
     kernels.check_matrix("a sampled weight", w)

@@ -45,9 +45,6 @@ def bitwidths(state: optax.OptState) -> dict[str, jax.Array]:
     return results
 
 
-# ---- tables --------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerBits:
     """Bitwidths of one layer, which may be part of a stack.

@@ -23,6 +23,7 @@ from optax_lowmem._src.core.hyperparameters import (
     complement,
     decay_at,
     following,
+    is_zero,
 )
 from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
@@ -83,11 +84,6 @@ class AdamRule(UpdateRule):
             "one_minus_b1": h["one_minus_b1"] * share,
             "one_minus_b2": h["one_minus_b2"] * share**2,
         }
-
-
-def is_zero(value: object) -> bool:
-    """Return whether a hyperparameter is the number 0, not a schedule or an array."""
-    return isinstance(value, int | float) and value == 0
 
 
 def adam_moments(

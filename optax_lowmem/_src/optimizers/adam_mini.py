@@ -14,8 +14,9 @@ from optax_lowmem._src.blocks.structure import Structure
 from optax_lowmem._src.codecs import affine, sqrt
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.block import BlockStructure
+from optax_lowmem._src.core.hyperparameters import is_zero
 from optax_lowmem._src.core.typing import Arrays, ScalarOrSchedule
-from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, flash_adamw, is_zero
+from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, flash_adamw
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.step.rule import OF_BLOCK, Slot

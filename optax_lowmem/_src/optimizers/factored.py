@@ -14,8 +14,9 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.blocks.structure import Structure
 from optax_lowmem._src.core import context, numerics, trees
 from optax_lowmem._src.core.block import Block, Factors, is_int
+from optax_lowmem._src.core.hyperparameters import is_zero
 from optax_lowmem._src.core.typing import Arrays, ScalarOrSchedule
-from optax_lowmem._src.optimizers.adam import adam_moments, is_zero
+from optax_lowmem._src.optimizers.adam import adam_moments
 from optax_lowmem._src.optimizers.adam_mini import AdamMiniRule
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer

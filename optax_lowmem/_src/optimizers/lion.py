@@ -65,7 +65,6 @@ def _formula(b1: Scalar, b2: Scalar) -> Formula:
 
 
 def _hyperparameters_at(b1: Scalar, b2: Scalar, count: jax.Array) -> Arrays:
-    del count
     return {
         "b1": as_f32("b1", b1),
         "one_minus_b1": complement("b1", b1),

@@ -21,9 +21,10 @@ from optax_lowmem._src.core.hyperparameters import (
     check_range,
     complement,
     following,
+    is_zero,
 )
 from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
-from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, is_zero
+from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments
 from optax_lowmem._src.optimizers.newton_schulz import (
     PRECONDITIONINGS,
     PRESETS,

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.block import BlockStructure
-from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range
+from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range, is_zero
 from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.step.engine import Engine
 from optax_lowmem._src.step.matrix_axes import MatrixAxes
@@ -65,31 +65,20 @@ def optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transformation w <- w - lr (direction + weight_decay w) for a rule.
 
-    Args:
-      rule: the optimizer's arithmetic.
-      moments: computes the rule's hyperparameters from the count before the step.
-      learning_rate: number, array or schedule.
-      storage: how the state is stored.
-      weight_decay: strength, or a schedule of it; the Python number 0.0 omits the term.
-      mask: optax-style mask of the leaves that decay.
-      decouple_lr: decay by weight_decay lr / peak instead of weight_decay lr. True uses the
-        (constant) learning rate as the peak; a number is the peak of a schedule.
-      coupled: add weight_decay w to the gradient instead (L2).
-      rate_in_rule: the rule multiplies by the learning rate, h["rate"], before it updates its
-        slots, as `optax.rmsprop` does before its momentum.
-      slot_dtypes: dtypes of slots in leaves where they are not compressed.
-      structure: which elements share slots, for a rule with block-wise slots.
-      matrices: which leaves are matrices, for a rule that treats them differently.
-      rates: other learning rates that `moments` reads, by name.
+    `moments` computes the rule's hyperparameters from the count before the step, and may read other
+    learning `rates`. Weight decay of the Python number 0.0 is omitted; if `coupled`, it is added to
+    the gradient (L2). With `decouple_lr` it is weight_decay lr / peak: True for the (constant)
+    learning rate as the peak, a number for the peak of a schedule. If `rate_in_rule`, the rule
+    multiplies by h["rate"] before it updates its slots, as `optax.rmsprop` before its momentum. The
+    other arguments are as in `LeafPlanner`.
     """
-    _check_storage(storage, structure)
-    _warn_of_slot_dtypes(storage, slot_dtypes)
+    _check_storage(storage, structure, slot_dtypes or {})
     check_range("learning_rate", learning_rate, 0.0)
     check_range("weight_decay", weight_decay, 0.0)
     trees.check_mask("the mask of weight decay", mask, _BY_NAME)
     peak = _peak(learning_rate, decouple_lr)
-    decays = not (isinstance(weight_decay, int | float) and weight_decay == 0)
-    given = {"learning_rate": learning_rate, "weight_decay": weight_decay if decays else None}
+    decay = None if is_zero(weight_decay) else weight_decay
+    given = {"learning_rate": learning_rate, "weight_decay": decay}
 
     def hyperparameters(count: jax.Array) -> Arrays:
         # call schedules here: they are user code that may not be traceable
@@ -97,9 +86,8 @@ def optimizer(
             at_count(name, value, count) if callable(value) else value
             for name, value in given.items()
         )
-        return Formula(_hyperparameters_at, (moments, lr, decay, peak, coupled, rate_in_rule))(
-            count
-        )
+        arguments = moments, lr, decay, peak, coupled, rate_in_rule
+        return Formula(_hyperparameters_at, arguments)(count)
 
     return Engine(
         rule=rule,
@@ -133,7 +121,10 @@ def _hyperparameters_at(
     return h
 
 
-def _check_storage(storage: object, structure: BlockStructure | None = None) -> None:
+def _check_storage(
+    storage: Storage, structure: BlockStructure | None, slot_dtypes: Mapping[str, DTypeLike | None]
+) -> None:
+    """Raise for a wrong storage; warn of slot dtypes that compressed leaves do not have."""
     if not isinstance(storage, Storage):
         raise TypeError(f"storage takes a lowmem.Storage, got {storage!r}")
     if storage.rounding == "embeddings" and structure is None:
@@ -141,13 +132,7 @@ def _check_storage(storage: object, structure: BlockStructure | None = None) -> 
             "rounding='embeddings' needs an optimizer that knows which leaves are embeddings, such "
             "as q_adam_mini: use 'stochastic' or 'nearest' here."
         )
-
-
-def _warn_of_slot_dtypes(
-    storage: Storage, slot_dtypes: Mapping[str, DTypeLike | None] | None
-) -> None:
-    """Warn that the dtype of a slot has no effect on leaves where the slot is compressed."""
-    for slot, dtype in (slot_dtypes or {}).items():
+    for slot, dtype in slot_dtypes.items():
         codec = getattr(storage, slot)
         if dtype is not None and codec is not None:
             warnings.warn(
@@ -166,8 +151,7 @@ def direction(
     structure: BlockStructure | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transformation that computes a rule's direction only (optax's `scale_by_*`)."""
-    _check_storage(storage, structure)
-    _warn_of_slot_dtypes(storage, slot_dtypes)
+    _check_storage(storage, structure, slot_dtypes or {})
     return Engine(
         rule=rule,
         hyperparameters=moments,

@@ -58,7 +58,6 @@ class MomentumRule(UpdateRule):
 
 
 def _no_hyperparameters(count: jax.Array) -> Arrays:
-    del count
     return {}
 
 
@@ -70,7 +69,6 @@ class GradientRule(UpdateRule):
     state_type = PlainSgdState
 
     def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
-        del slots, h
         return g, {}
 
 
@@ -80,7 +78,6 @@ def _formula(momentum: Scalar) -> Formula:
 
 
 def _hyperparameters_at(momentum: Scalar, count: jax.Array) -> Arrays:
-    del count
     return {"momentum": as_f32("momentum", momentum)}
 
 

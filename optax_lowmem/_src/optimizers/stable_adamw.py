@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from optax_lowmem._src.core.clipping import check_threshold, clipped_share, squared_ratio
+from optax_lowmem._src.core.clipping import check_threshold, clipped_share, rms_of_ratio
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32
 from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
-from optax_lowmem._src.core.varying import mean_of_leaf
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import optimizer
@@ -29,20 +27,12 @@ class StableAdamRule(AdamRule):
     def prepare(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[Arrays, Arrays]:
         """Clip by RMS_t = sqrt(mean(g^2 / max(u, eps^2))); u is the new debiased second moment."""
         u = self.second_moment(g, slots, h) * h["nu_bias_correction"]
-        rms = jnp.sqrt(mean_of_leaf(squared_ratio(g, u, h["raw_eps"])))
-        share = clipped_share(rms, h["threshold"])
+        share = clipped_share(rms_of_ratio(g, u, h["raw_eps"]), h["threshold"])
         return {name: h[name] * share for name in ("lr", "decay") if name in h}, {}
 
     def accumulating(self, h: Arrays, first: jax.Array, every: int) -> Arrays:
         """Raise an error: RMS_t needs the whole gradient."""
         return UpdateRule.accumulating(self, h, first, every)
-
-
-def _formula(b1: Scalar, b2: ScalarOrSchedule, eps: Scalar, threshold: Scalar) -> Formula:
-    check_threshold(threshold)
-    return Formula(
-        _hyperparameters_at, (adam_moments(b1, b2, eps, 0.0, nesterov=False), eps, threshold)
-    )
 
 
 def _hyperparameters_at(
@@ -105,7 +95,10 @@ def stable_adamw(
       Wortsman et al., Stable and low-precision training for large-scale vision-language models,
       2023. The first five arguments' defaults are those of optimi's StableAdamW.
     """
+    check_threshold(threshold)
+    moments = adam_moments(b1, b2, eps, 0.0, nesterov=False)
+    formula = Formula(_hyperparameters_at, (moments, eps, threshold))
     return optimizer(
-        StableAdamRule(), _formula(b1, b2, eps, threshold), learning_rate, storage,
+        StableAdamRule(), formula, learning_rate, storage,
         weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr, slot_dtypes={"mu": mu_dtype},
     )  # fmt: skip

@@ -13,8 +13,6 @@ from optax_lowmem._src.core import numerics
 
 T = TypeVar("T")
 
-# ---- 8-bit formats -------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Format:

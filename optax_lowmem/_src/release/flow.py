@@ -220,9 +220,6 @@ def _has_scan(eqn: JaxprEqn) -> bool:
     )
 
 
-# ---- scans over layers ---------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class _Scan:
     """A scan over layers."""

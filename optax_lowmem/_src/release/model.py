@@ -79,7 +79,7 @@ class Layered:
 
     def __call__(self, params: optax.Params, batch: object) -> Any:
         """Return the loss, or (loss, aux)."""
-        parts = take_apart(params, tuple(self.layers))
+        parts = self.take_apart(params)
         x = self.first(parts.rest(), batch)
         for path, layer in self.layers.items():
 
@@ -106,19 +106,12 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Parameters, split into stacks and the rest.
+    """Parameters, split into stacks and the rest."""
 
-    Attributes:
-      stacks: the stacks, by path.
-      leaves: leaves of the rest.
-      indices: indices of these leaves in the whole tree.
-      treedef: tree structure of the rest.
-    """
-
-    stacks: dict[str, Stack]
-    leaves: list[Any]
-    indices: list[int]
-    treedef: Any
+    stacks: dict[str, Stack]  # by path
+    leaves: list[Any]  # of the rest
+    indices: list[int]  # of these leaves in the whole tree
+    treedef: Any  # of the rest
 
     def rest(self, changed: Mapping[int, jax.Array] | None = None) -> Any:
         """Return the rest of the tree, with the leaves at some positions replaced."""
@@ -130,7 +123,6 @@ def take_apart(params: optax.Params, paths: Sequence[str]) -> Parts:
     """Split parameters into the stacks at these paths and the rest."""
 
     def is_stack(path: tuple[object, ...], node: object) -> bool:
-        del node
         return trees.path_name(path) in paths
 
     treedef: Any
@@ -184,9 +176,6 @@ def _layers_of(path: str, tree: optax.Params) -> int:
     return int(size[0])
 
 
-# ---- a part of x that layers do not change -------------------------------------------------------
-
-
 class Unchanged(NamedTuple):
     """Arrays in x that every layer of a stack returns unchanged, so that one copy is saved."""
 
@@ -196,16 +185,10 @@ class Unchanged(NamedTuple):
 def map_x(on_array: Callable[..., Any], on_unchanged: Callable[[Unchanged], Any], x: object) -> Any:
     """Map over x, with separate functions for its arrays and for its `Unchanged` nodes."""
 
-    def is_unchanged(node: object) -> bool:
-        return isinstance(node, Unchanged)
-
     def one(node: Any) -> Any:
-        return on_unchanged(node) if is_unchanged(node) else on_array(node)
+        return on_unchanged(node) if isinstance(node, Unchanged) else on_array(node)
 
-    return jax.tree.map(one, x, is_leaf=is_unchanged)
-
-
-# ---- leaves that a function reads ----------------------------------------------------------------
+    return jax.tree.map(one, x, is_leaf=lambda node: isinstance(node, Unchanged))
 
 
 def reads(function: Callable[..., Any], rest: optax.Params, *args: object) -> tuple[list[int], Any]:
@@ -230,9 +213,6 @@ def _read(jaxpr: Jaxpr) -> list[bool]:
             flags = _read(inner)
         used |= {id(var) for var, flag in zip(eqn.invars, flags, strict=True) if flag}
     return [id(var) in used for var in jaxpr.invars]
-
-
-# ---- values and gradients ------------------------------------------------------------------------
 
 
 def _is_float(x: ArrayLike) -> bool:

@@ -21,12 +21,9 @@ from optax_lowmem._src.release import room, stages
 from optax_lowmem._src.release.model import Layered, Parts, take_apart
 from optax_lowmem._src.release.optimizer import Optimizer
 from optax_lowmem._src.release.update import Plans, Update, read_layer, squares_of, write_layer
-from optax_lowmem._src.step import LeafPlan
 from optax_lowmem._src.step.state import Row, from_row, stored_fields, to_row
 from optax_lowmem._src.wrappers.accumulate import micro_batches_of
 from optax_lowmem._src.wrappers.chain import clipping_factor
-
-# ---- the state -----------------------------------------------------------------------------------
 
 
 def offload(
@@ -84,12 +81,12 @@ def offload(
     columns = {name: jax.tree.leaves(getattr(inner, name)) for name in fields}
 
     def place(x: Any, number: int = 1) -> Sharding:
-        return there if x.ndim and room.nbytes(x) >= number * min_bytes else here
+        return there if x.ndim and trees.nbytes(x) >= number * min_bytes else here
 
     if there.memory_kind == host.PINNED:
         rows = [(x, layers.get(i, 1)) for xs in columns.values() for i, x in enumerate(xs)]
         moving = [x for x, number in rows if place(x, number) is there]
-        room.check_room(room.nbytes(moving), "the optimizer's state", device)
+        room.check_room(trees.nbytes(moving), "the optimizer's state", device)
 
     def moved(x: Any) -> Any:
         # one at a time, for memory
@@ -126,9 +123,6 @@ def offload(
 _read_layer = jax.jit(read_layer, static_argnums=2)
 
 
-# ---- the programs of the stages ------------------------------------------------------------------
-
-
 class Programs:
     """The compiled stages of a step, for some shapes."""
 
@@ -141,7 +135,7 @@ class Programs:
         engine.unpack(state, plans.whole, params)  # checks the state
         parts, jit = plans.parts, jax.jit
         self.schedule = stages.Schedule.make(model, parts, batch)
-        self.input_bytes = room.nbytes(jax.eval_shape(model.first, parts.rest(), batch))
+        self.input_bytes = trees.nbytes(jax.eval_shape(model.first, parts.rest(), batch))
         reading = self.schedule.reading
 
         def of(rest: list[jax.Array]) -> Parts:
@@ -171,13 +165,7 @@ class Programs:
             return loss[0] if wide and model.has_aux else loss, mean(total, gradients), dx
 
         def back(
-            path: str,
-            weights: Any,
-            rest: list[jax.Array],
-            x: Any,
-            dx: Any,
-            batch: object,
-            total: Any,
+            path: str, weights: Any, rest: Any, x: Any, dx: Any, batch: object, total: Any
         ) -> Any:
             layer, positions = of_layer(path, weights), reading[1 + paths.index(path)]
             *gradients, dx = stages.pull_layer(
@@ -206,16 +194,11 @@ class Programs:
             indices = [parts.indices[at] for at in positions]
             leaves = [plans.whole[i] for i in indices]
             return updated(
-                leaves,
-                weights,
-                rows,
-                gradients,
+                leaves, weights, rows, gradients,
                 lambda *args: update(*of_step).rest(indices, *args),
-            )
+            )  # fmt: skip
 
-        def updated(
-            leaves: list[LeafPlan], weights: Any, rows: list[Row], gradients: Any, how: Any
-        ) -> Any:
+        def updated(leaves: Any, weights: Any, rows: Any, gradients: Any, how: Any) -> Any:
             states, blockwise = map(list, zip(*map(from_row, leaves, rows), strict=True))
             gradients = [step.each(g) for g in gradients]
             with context.stepping(implementation=step.implementation):
@@ -234,17 +217,12 @@ class Programs:
         self.update_layer = jit(update_layer, static_argnums=0, donate_argnums=(1, 3))
         self.update_rest = jit(update_rest, static_argnums=0, donate_argnums=(1, 2))
         self.add = jit(added, donate_argnums=0)
-        self.squares, self.factor = (
-            jit(lambda gs: squares_of([step.each(g) for g in gs])),
-            jit(factor),
-        )
+        self.squares = jit(lambda gs: squares_of([step.each(g) for g in gs]))
+        self.factor = jit(factor)
 
 
 _micro_batch = jax.jit(lambda batches, at: jax.tree.map(lambda x: x[at], batches))
 _mean = jax.jit(lambda losses: sum(x.astype(jnp.float32) for x in losses) / len(losses))
-
-
-# ---- the step, called from Python ----------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -336,7 +314,7 @@ class Run:
         needed = self.programs.input_bytes * (len(self.layers) + 1) * at_once
         if micro_batches > at_once:
             needed += 4 * sum(x.size for x in self.weights)
-        state = room.nbytes([x for x in jax.tree.leaves(self.state) if host.is_on_host(x)])
+        state = trees.nbytes([x for x in jax.tree.leaves(self.state) if host.is_on_host(x)])
         (device,) = self.here.device_set
         room.check_room(needed, "a step's layer inputs and sums of gradients", device, state)
 
@@ -433,12 +411,10 @@ class Run:
 
     def square(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
         """Square gradients, for their norm."""
-        del key, weights
         self.squares.append(self.programs.squares(self.complete(gradients, arrived)))
 
     def store(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
         """Add gradients to their sum over micro-batches, and keep it in the memory of the state."""
-        del weights
         self.sums[key] = self.put(self.complete(gradients, arrived))
         self.leaving.add(self.sums[key])
 

@@ -13,12 +13,7 @@ from optax_lowmem._src.wrappers.pack import PackedEngine
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """One of our optimizers, alone or in `lowmem.chain(optax.clip_by_global_norm(c), optimizer)`.
-
-    Attributes:
-      engine: the optimizer.
-      clip: the clipping, or None.
-    """
+    """One of our optimizers, alone or after `optax.clip_by_global_norm` in `lowmem.chain`."""
 
     engine: Engine
     clip: optax.GradientTransformation | None

@@ -2,20 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 _GIB = 2**30
 _LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _DEFAULT_LIMIT = 64  # XLA's
-
-
-def nbytes(tree: Any) -> int:
-    """Return the bytes of a tree of arrays or shapes."""
-    return sum(int(np.prod(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
 def free_bytes() -> int | None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_lowmem._src.release.model import (
     Layered,
@@ -37,13 +36,10 @@ class Schedule:
         for path, layer in model.layers.items():
             stacked = parts.stacks[path].tree if path in parts.stacks else None
             weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), stacked)
-
-            def one(
-                rest: optax.Params, weights: Any, x: Any, batch: Any, layer: LayerFunction = layer
-            ) -> Any:
-                return layer(weights, rest, x, batch)
-
-            of_layer, after = reads(one, rest, weights, x, batch)
+            of_layer, after = reads(
+                lambda rest, weights, x, batch, layer=layer: layer(weights, rest, x, batch),
+                rest, weights, x, batch,
+            )  # fmt: skip
             reading.append(of_layer)
             x = after if stacked is None else x  # the layers of a stack keep the shape of x
         reading.append(reads(model.last, rest, x, batch)[0])

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lowmem._src.core import context, trees, varying
-from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core import context, varying
+from optax_lowmem._src.core.hyperparameters import check_choice, check_count
 from optax_lowmem._src.core.sharding import placements
 from optax_lowmem._src.release import stages
 from optax_lowmem._src.release.model import Layered, LayerFunction, Parts, Stack, map_x
@@ -59,29 +59,20 @@ class Norm:
 
     def begin_stack(self, stack: Stack) -> Any:
         """Return what a loop over the layers of a stack carries."""
-        del stack
         return self.squares
 
     def weights(self, stack: Stack, layer: jax.Array, carry: Any) -> list[jax.Array]:
         """Return the weights of a layer, with a layer axis of size 1."""
-        del carry
         return [read_layer(w, layer, stack.layers) for w in jax.tree.leaves(stack.tree)]
 
     def layer(
-        self,
-        stack: Stack,
-        layer: jax.Array,
-        weights: list[jax.Array],
-        gradients: list[jax.Array],
-        carry: Any,
+        self, stack: Stack, layer: jax.Array, weights: Any, gradients: Any, carry: Any
     ) -> Any:
         """Use the gradients of a layer; return the new carry."""
-        del stack, layer, weights
         return carry + squares_of(gradients)
 
     def end_stack(self, stack: Stack, carry: Any) -> None:
         """Keep the carry of a loop that has ended."""
-        del stack
         self.squares = carry
 
 
@@ -96,7 +87,8 @@ class Step(Norm):
         if not positions:
             return then
         indices = [self.parts.indices[at] for at in positions]
-        result = self.update.rest(indices, self.pop(positions), self._of(indices))
+        leaves: Any = map(list, zip(*(self.leaves[i] for i in indices), strict=True))
+        result = self.update.rest(indices, self.pop(positions), tuple(leaves))
         self._set(indices, zip(*result, strict=True))
         return varying.after(then, result)
 
@@ -107,12 +99,7 @@ class Step(Norm):
         return [read_layer(weight, layer, stack.layers) for weight, *_ in carry]
 
     def layer(
-        self,
-        stack: Stack,
-        layer: jax.Array,
-        weights: list[jax.Array],
-        gradients: list[jax.Array],
-        carry: Any,
+        self, stack: Stack, layer: jax.Array, weights: Any, gradients: Any, carry: Any
     ) -> Any:
         # in a separate barrier: slots are not needed while gradients are computed
         slots = [read_layer(slots, layer, stack.layers) for _, *slots in carry]
@@ -124,15 +111,9 @@ class Step(Norm):
     def end_stack(self, stack: Stack, carry: Any) -> None:
         self._set(stack.indices, carry)
 
-    def _of(self, indices: Sequence[int]) -> Any:
-        return tuple(map(list, zip(*(self.leaves[i] for i in indices), strict=True)))
-
     def _set(self, indices: Sequence[int], leaves: Any) -> None:
         for i, leaf in zip(indices, leaves, strict=True):
             self.leaves[i] = tuple(leaf)
-
-
-# ---- the step ------------------------------------------------------------------------------------
 
 
 def train_step(
@@ -252,8 +233,8 @@ def train_step(
     if limit is not None and optimizer.clip is not None:
         raise ValueError("clip_layer_norm and a chain with clip_by_global_norm: leave out one.")
     for name, count in (("micro_batches", micro_batches), ("at_once", at_once)):
-        if count is not None and (not isinstance(count, int) or count < 1):
-            raise ValueError(f"{name} must be a number from 1 up, got {count!r}")
+        if count is not None:
+            check_count(name, count, 1, "micro-batches")
     if offload and (mesh is not None or specs is not None):
         raise ValueError("offload=True streams the state to one device, without mesh and specs.")
     if offload:
@@ -270,7 +251,6 @@ def train_step(
         places = None if specs is None else placements(params, specs, mesh)
         with context.stepping(implementation=implementation, placements=places):
             inner = optimizer.inner(state)
-            trees.check_state(inner, engine.rule.state_type)
             program: Layered | Program
             program, inputs = (
                 (model, batch)
@@ -294,9 +274,6 @@ def train_step(
             return loss, treedef.unflatten(weights), optimizer.outer(state, new)
 
     return step
-
-
-# ---- forward and backward, stage by stage --------------------------------------------------------
 
 
 class Passes:
@@ -360,13 +337,7 @@ class Passes:
         return stages.pull_layer(stage, parts, None, positions, x, dx, batch)[1:]
 
     def _stack(
-        self,
-        use: Norm,
-        layer: LayerFunction,
-        stack: Stack,
-        saved: object,
-        dx: list[jax.Array],
-        positions: list[int],
+        self, use: Norm, layer: LayerFunction, stack: Stack, saved: Any, dx: Any, positions: Any
     ) -> list[jax.Array]:
         """Return the gradient of a stack's input, and pass those of its layers to `use`."""
         parts, count = self.parts, stack.layers

@@ -3,7 +3,6 @@
 import dataclasses
 import fnmatch
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,16 +32,11 @@ class Program:
 
     def take_apart(self, params: optax.Params) -> Parts:
         """Return the parts of the parameters that the program was traced with."""
-        del params
         return self.parts
 
 
 def trace(
-    loss: Callable[[Any, Any], Any],
-    params: optax.Params,
-    batch: object,
-    layers: str | Sequence[str] = (),
-    has_aux: bool = False,
+    loss: Any, params: Any, batch: object, layers: str | Sequence[str], has_aux: bool = False
 ) -> tuple[Program, Any]:
     """Cut a loss function into stages.
 
@@ -163,14 +157,10 @@ def _costs(flow: Flow) -> list[int]:
     for at, eqn in enumerate(flow.eqns):
         for v in eqn.outvars:
             if v in last:
-                aval: Any = v.aval
-                size = math.prod(aval.shape) * aval.dtype.itemsize
+                size = trees.nbytes(v.aval)
                 changes[at + 1] += size
                 changes[last[v] + 1] -= size
     return list(itertools.accumulate(changes))
-
-
-# ---- the stages ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +211,6 @@ class _Stages:
         evaluate = self._evaluation(self._entering(begin), eqns, [*carry, *others])
 
         def stage(weights: None, rest: Any, x: Any, known: Any) -> Any:
-            del weights
             values = evaluate(rest, x, known)
             if scan is None:
                 return values

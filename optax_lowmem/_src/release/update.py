@@ -81,13 +81,6 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
     return None
 
 
-def groups_of_blocks(plan: LeafPlan, layers: int) -> int:
-    """Return the number of groups of codes per layer, for block-wise slots."""
-    if plan.block is None:
-        return 0
-    return plan.block.values(plan.shape) // layers // plan.group_size
-
-
 def read_layer(tree: object, layer: jax.Array, layers: int) -> Any:
     """Slice one layer of each array, behind an optimization barrier.
 
@@ -111,8 +104,6 @@ def write_layer(tree: object, parts: object, layer: jax.Array, layers: int) -> A
     return jax.tree.map(whole, tree, lax.optimization_barrier(parts))
 
 
-# ---- updates -------------------------------------------------------------------------------------
-
 # weights, states, states of block-wise slots
 Leaves = tuple[list[jax.Array], list[LeafState], list[LeafState]]
 
@@ -131,12 +122,7 @@ class Plans:
 
     @classmethod
     def make(
-        cls,
-        engine: Engine,
-        parts: Parts,
-        params: optax.Params,
-        state: optax.OptState,
-        per_layer: bool,
+        cls, engine: Engine, parts: Parts, params: Any, state: Any, per_layer: bool
     ) -> "Plans":
         """Plan; raise ValueError if a leaf of a stack cannot be stepped layer by layer."""
         whole = engine.plans(params, state, returns_params=True)
@@ -163,12 +149,7 @@ class Update:
 
     @classmethod
     def begin(
-        cls,
-        plans: Plans,
-        count: jax.Array,
-        seed: jax.Array,
-        limit: optax.GradientTransformation | None,
-        factor: jax.Array | None = None,
+        cls, plans: Plans, count: jax.Array, seed: jax.Array, limit: Any, factor: jax.Array | None
     ) -> "Update":
         """Return the update after `count` steps; `factor` multiplies all gradients."""
         h = plans.engine.hyperparameters(count)
@@ -190,7 +171,10 @@ class Update:
         if any(single):
             of_elements = random.element_keys(keys, layer, plans[0].group_size)
             layer_keys = jnp.where(jnp.asarray(single)[:, None], of_elements, layer_keys)
-        groups = [groups_of_blocks(plan, stack.layers) for plan in whole]
+        groups = [  # of codes per layer, for block-wise slots
+            plan.block.values(plan.shape) // stack.layers // plan.group_size if plan.block else 0
+            for plan in whole
+        ]
         blockwise_keys = random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32))
         gradients = [g[None] for g in gradients]
         return self._step(plans, gradients, leaves, layer_keys, blockwise_keys)
@@ -209,12 +193,7 @@ class Update:
         return weights, states, blockwise
 
     def _step(
-        self,
-        plans: list[LeafPlan],
-        gradients: list[jax.Array],
-        leaves: Any,
-        keys: jax.Array,
-        blockwise_keys: jax.Array,
+        self, plans: list[LeafPlan], gradients: Any, leaves: Any, keys: Any, blockwise_keys: Any
     ) -> Stepped:
         h, (weights, states, blockwise) = self.h, leaves
         if self.limit is not None:

@@ -19,7 +19,6 @@ from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
 
 IMPLEMENTATIONS = ("xla", *BACKENDS, "pallas_tpu")
-_KERNELS = BACKENDS
 _TPU = "pallas_tpu"
 _ELEMENTWISE = "no slot is compressed: plain elementwise work, which XLA fuses well"
 _SMALL = 1 << 16  # elements; for smaller leaves without codes the launches of XLA dominate
@@ -65,7 +64,7 @@ def choose(
     if reason_against is not None:
         return "xla", reason_against
     reasons: list[str] = []
-    for kernel in _KERNELS:
+    for kernel in BACKENDS:
         reason = _unsupported(kernel, rule, plan)
         if reason is None:
             return kernel, "; ".join(["fused kernel", *reasons])

@@ -68,16 +68,9 @@ class Engine(StateFormat, LeafPlanner):
         return self.zeros(plans, params, context.provided_seed(self.storage.seed))
 
     def update(
-        self,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
-        gradient_scale: jax.Array | None = None,
-        **extra: Any,
+        self, updates: Any, state: Any, params: Any = None, *, gradient_scale: Any = None, **_: Any
     ) -> tuple[Any, Any]:
-        """Return updates and state; `extra` arguments of optax's wrappers are ignored."""
-        del extra
+        """Return updates and state; other arguments of optax's wrappers are ignored."""
         return self.run(updates, state, params, gradient_scale=gradient_scale)
 
     def run(
@@ -160,9 +153,6 @@ class Engine(StateFormat, LeafPlanner):
         if reason is not None:
             raise ValueError(f"{trees.NO_PARAMS_MSG} It is needed because {reason}.")
         return trees.widened(updates)
-
-
-# ---- the leaves of a step ------------------------------------------------------------------------
 
 
 @compiled

@@ -43,9 +43,6 @@ _MAX_POINTERS = 480  # CUDA limits arguments to 4 KiB
 _UPDATES = 1 << 20  # bytes of updates that a launch may always allocate
 
 
-# ---- what the kernels support --------------------------------------------------------------------
-
-
 def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return the reason why the kernel of a backend cannot step a parameter, or None."""
     for slot in plan.slots:
@@ -98,9 +95,6 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     with numerics.kernel_arithmetic(jaxpr_to_triton.APPROXIMATIONS):
         step = functools.partial(step_tile, rule, plan, h=AnyHyperparameters())
         return jaxpr_to_triton.missing(jax.make_jaxpr(step)(leaf, seeds=seeds))
-
-
-# ---- launches ------------------------------------------------------------------------------------
 
 
 def step(
@@ -219,9 +213,6 @@ def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -
         return result
     once, twice = (functools.partial(by_xla, two_passes) for two_passes in (False, True))
     return with_fallback("cuda", run, once, *arguments, several=twice, partition=partition)
-
-
-# ---- the kernel ----------------------------------------------------------------------------------
 
 
 def _parts(plan: LeafPlan) -> Sequence[Block]:

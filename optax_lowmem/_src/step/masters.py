@@ -95,9 +95,7 @@ def master_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     return treedef.unflatten(join_leaves(*kept_weights(params, state)))
 
 
-def kept_weights(
-    params: optax.Params, state: optax.OptState
-) -> tuple[list[jax.Array], list[jax.Array]]:
+def kept_weights(params: Any, state: Any) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the arguments of `join_leaves`: weights without noise, and their corrections."""
     params = clean_params(params, state)
     corrections = corrections_of(params, state)
@@ -127,7 +125,14 @@ def corrections_of(params: optax.Params, state: optax.OptState) -> dict[str, jax
                         "its master weight. Keep one split, and give the other optimizer "
                         "storage=Storage(master_weight_bits=None)."
                     )
-    _check_names(weights, corrections, elsewhere)
+    bare = [p for p, w in weights.items() if numerics.is_narrow(w.dtype) and p not in corrections]
+    if bare and elsewhere:
+        raise ValueError(
+            f"the state has no correction of weight '{bare[0]}', but one of '{elsewhere[0]}', "
+            "which is not a weight here: the weights were renamed or wrapped, or belong to another "
+            "model. Pass the tree that the optimizer was initialized with, for example "
+            "variables['params'] instead of variables."
+        )
     return corrections
 
 
@@ -147,17 +152,3 @@ def _fits(path: str, weight: jax.Array, correction: jax.Array) -> bool:
         f"weights of shape {list(correction.shape)} with {correction.dtype}: the weight was cast "
         "or reshaped. Pass the weights that the optimizer updates."
     )
-
-
-def _check_names(
-    weights: dict[str, jax.Array], corrections: dict[str, jax.Array], elsewhere: list[str]
-) -> None:
-    """Raise if some weights have no correction and some corrections have no weight."""
-    bare = [p for p, w in weights.items() if numerics.is_narrow(w.dtype) and p not in corrections]
-    if bare and elsewhere:
-        raise ValueError(
-            f"the state has no correction of weight '{bare[0]}', but one of '{elsewhere[0]}', "
-            "which is not a weight here: the weights were renamed or wrapped, or belong to another "
-            "model. Pass the tree that the optimizer was initialized with, for example "
-            "variables['params'] instead of variables."
-        )

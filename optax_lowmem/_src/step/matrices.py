@@ -43,7 +43,6 @@ class _Direction(UpdateRule):
 
     def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         """Return the gradient, times the factor of its block if there is one."""
-        del slots
         return (g * h[OF_BLOCK] if OF_BLOCK in h else g), {}
 
 
@@ -179,21 +178,18 @@ def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> Stepped:
     return results
 
 
+Directions = tuple[list[Any], list[Any], list[Any], list[Any]]
+
+
 def _directions(
-    rule: MatrixRule,
-    plans: Sequence[LeafPlan],
-    before: list[jax.Array],
-    blockwise: list[LeafState],
-    h: Arrays,
-) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    rule: MatrixRule, plans: Sequence[LeafPlan], before: Any, blockwise: list[LeafState], h: Arrays
+) -> Directions:
     """Return of each leaf the direction, the factors of its rate and blocks, and block-wise slots.
 
     The factors of its blocks are an operand of the step, if the rule has block-wise slots.
     """
 
-    def work(
-        before: list[jax.Array], values: list[tuple[jax.Array, ...]], h: Arrays
-    ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    def work(before: list[jax.Array], values: list[Any], h: Arrays) -> Directions:
         pairs = [(plan.matrices, plan.shape) for plan in plans if plan.matrices is not None]
         parts = [m.to_stack(x) for (m, _), x in zip(pairs, before, strict=True)]
         stack = _on_devices(rule, jnp.concatenate(parts) if len(parts) > 1 else parts[0], h)
@@ -220,8 +216,7 @@ def _directions(
     of_values = [tuple(sharding_of(x) for x in own) for own in values]
     of_factors = [{OF_BLOCK: own[0]} if own else {} for own in of_values]
     shardings = [sharding_of(x) for x in before], [None] * len(before), of_factors, of_values
-    results: tuple[list[Any], list[Any], list[Any], list[Any]]
-    results = left_to_xla(work, shardings, before, values, dict(h))
+    results: Directions = left_to_xla(work, shardings, before, values, dict(h))
     return results
 
 

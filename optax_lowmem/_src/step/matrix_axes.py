@@ -56,10 +56,8 @@ Chooser = Callable[[optax.Params], dict[str, Matrices]]
 class MatrixAxes:
     """Selects the leaves that are matrices, and their axes.
 
-    Attributes:
-      dimensions: `muon_weight_dimension_numbers` of optax.contrib.muon: a tree like the parameters,
-        or a prefix of it, of `MuonDimensionNumbers`, or None for leaves that are not matrices; a
-        function from the parameters to such a tree; or None to select all 2-d leaves.
+    `dimensions` are `muon_weight_dimension_numbers` as in optax.contrib.muon; None for all 2-d
+    leaves.
     """
 
     dimensions: Dimensions = None

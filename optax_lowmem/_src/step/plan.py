@@ -71,16 +71,11 @@ class LeafPlan:
     def blockwise_plan(self) -> "LeafPlan":
         """The plan of the block-wise slots: that of a vector with one element per block."""
         assert self.block is not None
+        shape, f32 = (self.block.values(self.shape),), jnp.dtype(jnp.float32)
         return LeafPlan(
-            path=self.path,
-            shape=(self.block.values(self.shape),),
-            dtype=jnp.dtype(jnp.float32),
-            group_size=self.group_size,
-            slots=self.blockwise,
-            split=None,
-            update_dtype=jnp.dtype(jnp.float32),
+            self.path, shape, f32, self.group_size, self.blockwise, split=None, update_dtype=f32,
             decays=False,
-        )
+        )  # fmt: skip
 
     @property
     def quantized(self) -> bool:
@@ -161,9 +156,6 @@ class LeafPlan:
                 form = form._replace(codes=jax.ShapeDtypeStruct(in_bytes, form.codes.dtype))
             forms.append(form)
         return forms
-
-
-# ---- decisions -----------------------------------------------------------------------------------
 
 
 def decide_slot(
@@ -247,12 +239,7 @@ class LeafPlanner:
     # the other leaves
     matrices: MatrixAxes | None = None
 
-    def plans(
-        self,
-        params: optax.Params,
-        state: optax.OptState | None = None,
-        returns_params: bool = False,
-    ) -> list[LeafPlan]:
+    def plans(self, params: Any, state: Any = None, returns_params: bool = False) -> list[LeafPlan]:
         """Return the plan of each leaf, and record the decisions.
 
         In a `shard_map` the parameters are this device's shards; the state is None before `init`.

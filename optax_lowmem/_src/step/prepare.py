@@ -41,13 +41,11 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
         return dataclasses.replace(batch, operands=prepared), batch.blockwise
     # XLA partitions the means of blocks that span several devices, also on Explicit axes
     blocks = [plan.block or Block() for plan in batch.plans]
-    for plan, block, *arrays in zip(
-        batch.plans, blocks, batch.gradients, batch.blockwise, strict=True
-    ):
+    rows = zip(batch.plans, blocks, batch.gradients, batch.blockwise, strict=True)
+    for plan, block, *arrays in rows:
         if not block.elementwise:
-            varying.check_whole(
-                plan.path, arrays, "a mean over each of its blocks, rows or columns"
-            )
+            work_of = "a mean over each of its blocks, rows or columns"
+            varying.check_whole(plan.path, arrays, work_of)
     shardings = [
         (
             # of `Block.operands`: v's sharding if there is one part, else XLA's choice

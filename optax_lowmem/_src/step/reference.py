@@ -26,9 +26,6 @@ Units = Mapping[str, Any]  # slot name -> the scales in the form that `dequantiz
 Measured = Mapping[str, tuple[jax.Array, Any]]  # slot name -> (stored scales, divisors)
 
 
-# ---- arrays in groups ----------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Layout of a step's arrays; here of whole leaves, [..., n], with groups on the last axis."""
@@ -67,9 +64,6 @@ class TileLayout(Layout):
 def whole(plan: LeafPlan) -> Layout:
     """Return the layout of a whole leaf, which may be 0-d."""
     return Layout(plan.group_size, plan.shape[-1] if plan.shape else 1)
-
-
-# ---- decode and advance --------------------------------------------------------------------------
 
 
 def decode(plan: LeafPlan, state: LeafState, layout: Layout, units: Units | None = None) -> Arrays:
@@ -136,9 +130,6 @@ def prepare(rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Arrays) -> Arrays:
     return rule.prepare(gradient, decode(plan, leaf.state, whole(plan)), h)[0]
 
 
-# ---- encode --------------------------------------------------------------------------------------
-
-
 def measure(plan: LeafPlan, values: Arrays) -> Measured:
     """Return (stored scales, divisors) of each slot of a whole leaf that has a codec."""
     return {
@@ -177,9 +168,6 @@ def encode(
         slots.append(layout.pack(slot.codec, codes))
         scales.append(stored)
     return tuple(slots), tuple(scales)
-
-
-# ---- move ----------------------------------------------------------------------------------------
 
 
 def move(
@@ -316,18 +304,15 @@ def fused_update(
 ) -> Result:
     """Return the update of a leaf (the parameter if the plan `returns_params`) and its new state.
 
-    Args:
-      rule: the optimizer's arithmetic.
-      plan: the leaf's static choices.
-      leaf: the leaf's arrays.
-      h: f32 scalars: the hyperparameters of the rule, optionally `gradient_scale` (a factor of the
-        gradient), and with a parameter `lr`, `decay` (the fraction of the weight to subtract) and
-        `l2` (a factor of the weight, added to the gradient).
-      key: the uint32 key of this leaf's rounding in this step; a pair for one shard of a leaf.
-      two_passes: whether to compute the new slots twice: for the groups' maxima, then for the
-        codes. Otherwise XLA on a GPU stores the new slots in f32 in between, since it does not
-        fuse a reduction with the consumers of its broadcast result; reading the codes twice moves
-        fewer bytes. Measured: docs/results/gpu_speed.md.
+    `h` are f32 scalars: the hyperparameters of the rule, optionally `gradient_scale` (a factor of
+    the gradient), and with a parameter `lr`, `decay` (the fraction of the weight to subtract) and
+    `l2` (a factor of the weight, added to the gradient). `key`, uint32, is of this leaf and step; a
+    pair for one shard of a leaf.
+
+    With `two_passes` the new slots are computed twice: for the groups' maxima, then for the codes.
+    Otherwise XLA on a GPU stores the new slots in f32 in between, since it does not fuse a
+    reduction with the consumers of its broadcast result; reading the codes twice moves fewer bytes.
+    Measured: docs/results/gpu_speed.md.
     """
     layout = whole(plan)
     step, values = advance(rule, plan, leaf, h)

@@ -26,14 +26,10 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRule(abc.ABC):
-    """Elementwise f32 arithmetic of a step: pure jnp, called by the XLA path and by kernels.
+    """Elementwise f32 arithmetic of a step: pure jnp, called by the XLA path and by kernels."""
 
-    Attributes:
-      prepares: what `prepare` reads before `update`: `leaf` (an additional pass over gradient and
-        slots), `blocks` (an additional pass over the gradient), or None. `matrices` marks a
-        `MatrixRule`, which computes its direction in a separate pass.
-    """
-
+    # what `prepare` reads before `update`: `leaf` (an additional pass over gradient and slots),
+    # `blocks` (an additional pass over the gradient), or None; `matrices` marks a `MatrixRule`
     prepares: ClassVar[str | None] = None
 
     @property
@@ -53,32 +49,25 @@ class UpdateRule(abc.ABC):
 
     @abc.abstractmethod
     def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
-        """Return the direction (to be multiplied by -lr) and the new slots.
+        """Return the direction (to be multiplied by -lr) and the new slots, all f32 of g's shape.
 
-        Args:
-          g: gradient, f32.
-          slots: decoded slots, f32, of g's shape, without the block-wise ones.
-          h: the step's hyperparameters, f32 scalars, which may be traced, and the operands that
-            `prepare` returned, which broadcast to the elements.
+        `slots` are decoded, without the block-wise ones. `h` are the step's hyperparameters, f32
+        scalars, and the operands that `prepare` returned, which broadcast to the elements.
         """
 
     def for_leaf(self, matrices: Matrices | None) -> "UpdateRule":
         """Return the rule for a leaf, given its matrices or None; by default this rule."""
-        del matrices
         return self
 
     def hyperparameters_of(self, matrices: Matrices | None, h: Arrays) -> Arrays:
         """Select the hyperparameters of the rule `for_leaf`, under the names that it uses."""
-        del matrices
         return h
 
     def prepare(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[Arrays, Arrays]:
         """Return operands of `update` that depend on many elements, and the new block-wise slots.
 
-        `update` receives the operands in h, broadcast to the elements. For `leaf`, g is the
-        gradient of a whole leaf, and the slots are decoded, with one value per element; for
-        `blocks`, g is the mean of the gradient's square over each block, and the slots are the
-        block-wise ones.
+        For `leaf`, g is the gradient of a whole leaf, and the slots are as in `update`. For
+        `blocks`, g is the mean of its square over each block, and slots are the block-wise ones.
         """
         return {}, {}
 
@@ -110,7 +99,6 @@ class MatrixRule(UpdateRule):
 
     def block(self, matrices: Matrices) -> Block | None:
         """Return which elements of a leaf share a value of block-wise slots."""
-        del matrices
         return None
 
     def scale_blocks(

@@ -27,8 +27,6 @@ from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import UpdateRule
 from optax_lowmem._src.step.scopes import scope
 
-Scalars = Arrays  # by name
-
 # traced once per shape and plan: tracing it per leaf would dominate the tracing time
 plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan", "two_passes"))
 
@@ -54,7 +52,7 @@ def _step_leaf(
     plan: LeafPlan,
     index: int,
     leaf: Leaf,
-    h: Scalars,
+    h: Arrays,
     keys: jax.Array,
     number: jax.Array,
 ) -> list[jax.Array]:
@@ -95,7 +93,7 @@ def opaque(function: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("rule", "plan"))
 def packed_update(
-    rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Scalars, keys: jax.Array, number: jax.Array
+    rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Arrays, keys: jax.Array, number: jax.Array
 ) -> Result:
     """Compute `reference.fused_update` with `keys[number]`, where keys are those of many leaves.
 
@@ -144,16 +142,16 @@ class _PackedStep:
 
     # traced once for all outputs; its operations are inlined in each
     @_inlined
-    def advance(self, leaf: Leaf, h: Scalars) -> tuple[jax.Array, Arrays]:
+    def advance(self, leaf: Leaf, h: Arrays) -> tuple[jax.Array, Arrays]:
         return reference.advance(self.rule, self.plan, leaf, h)
 
     @opaque
     @_method
-    def finish(self, leaf: Leaf, h: Scalars, keys: jax.Array, number: jax.Array) -> Result:
+    def finish(self, leaf: Leaf, h: Arrays, keys: jax.Array, number: jax.Array) -> Result:
         return self.unpack(leaf, h, *self.pack(leaf, h, keys, number))
 
     def pack(
-        self, leaf: Leaf, h: Scalars, keys: jax.Array, number: jax.Array
+        self, leaf: Leaf, h: Arrays, keys: jax.Array, number: jax.Array
     ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
         """Return the packed words and the stored scales."""
         measured = reference.measure(self.plan, self.advance(leaf, h)[1])
@@ -174,7 +172,7 @@ class _PackedStep:
     @opaque
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def word(
-        self, fields: Fields, leaf: Leaf, h: Scalars, divisors: Scalars, seeds: random.Seeds | None
+        self, fields: Fields, leaf: Leaf, h: Arrays, divisors: Arrays, seeds: random.Seeds | None
     ) -> jax.Array:
         """Return a word of the small outputs; XLA drops the computation of the others."""
         small = self.small_outputs(leaf, h, divisors, seeds)
@@ -190,7 +188,7 @@ class _PackedStep:
 
     @_inlined
     def small_outputs(
-        self, leaf: Leaf, h: Scalars, divisors: Scalars, seeds: random.Seeds | None
+        self, leaf: Leaf, h: Arrays, divisors: Arrays, seeds: random.Seeds | None
     ) -> dict[str, jax.Array]:
         """Return the 8- and 16-bit outputs by name: codes, the weight's bits, its correction."""
         plan = self.plan
@@ -209,7 +207,7 @@ class _PackedStep:
             small[_WEIGHT] = lax.bitcast_convert_type(weight, jnp.uint16)
         return small
 
-    def unpack(self, leaf: Leaf, h: Scalars, words: Sequence[jax.Array], scales: Scalars) -> Result:
+    def unpack(self, leaf: Leaf, h: Arrays, words: Sequence[jax.Array], scales: Arrays) -> Result:
         """Return update and state from the packed words; f32 outputs are recomputed here."""
         plan, small = self.plan, {}
         for word, fields in zip(words, self.words, strict=True):

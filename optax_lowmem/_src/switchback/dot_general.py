@@ -194,9 +194,6 @@ def _others(x: jax.Array, axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis in range(x.ndim) if axis not in axes)
 
 
-# ---- einsum --------------------------------------------------------------------------------------
-
-
 def switchback_einsum(
     variant: str = "switchback",
     format: str = "int8",

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import context, numerics, random, trees, varying
 from optax_lowmem._src.core.compiled import is_eager
-from optax_lowmem._src.core.hyperparameters import check_choice
+from optax_lowmem._src.core.hyperparameters import check_choice, check_count
 from optax_lowmem._src.core.sharding import reshard_like
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
@@ -68,11 +68,7 @@ def accumulate_gradients(
       >>> import optax_lowmem as lowmem
       >>> tx = lowmem.accumulate_gradients(lowmem.flash_adamw(3e-4), every=8, into="bfloat16")
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(
-            f"every must be a number of micro-batches, at least 1, got {every!r}. To inject "
-            "hyperparameters, use lowmem.inject_hyperparams."
-        )
+    check_count("every", every, 1, "micro-batches")
     check_choice("into", into, ("bfloat16", "moments"))
     if into == "bfloat16":
         work = _Buffered(trees.wrapped(tx), every, seed)
@@ -94,19 +90,14 @@ class _Buffered:
     seed: int
 
     def init(self, params: optax.Params) -> AccumulationState:
-        for path, leaf in trees.named_leaves(params):
-            trees.check_param(path, leaf)
+        trees.check_params(params)
         seed = context.provided_seed(self.seed)
         buffer = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.bfloat16), params)
         micro_step, count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return AccumulationState(micro_step, count, seed, buffer, self.inner.init(params))
 
     def update(
-        self,
-        updates: optax.Updates,
-        state: AccumulationState,
-        params: optax.Params | None = None,
-        **extra: Any,
+        self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, AccumulationState]:
         trees.check_state(state, AccumulationState)
         trees.match("gradient", updates, state.accumulated)
@@ -153,13 +144,8 @@ class _Direct:
         return AccumulationState(micro_step, count, seed, None, inner)
 
     def update(
-        self,
-        updates: optax.Updates,
-        state: AccumulationState,
-        params: optax.Params | None = None,
-        **extra: Any,
+        self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, AccumulationState]:
-        del extra
         trees.check_state(state, AccumulationState)
         steps = state.inner_state.count
         first, last = state.micro_step == 0, state.micro_step == self.every - 1
@@ -237,16 +223,11 @@ def value_and_grad(
       >>> round(float(value), 4), grads["w"].shape
       (3.0, (3, 2))
     """
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(
-            f"micro_batches must be the number per batch, at least 1, got {micro_batches!r}"
-        )
+    check_count("micro_batches", micro_batches, 1, "micro-batches")
     if prepare is not None and not callable(prepare):
         raise TypeError(f"prepare must be a function of the parameters or None, got {prepare!r}")
 
-    def of_batch(
-        params: optax.Params, batch: object, seed: ArrayLike
-    ) -> tuple[jax.Array, optax.Updates]:
+    def of_batch(params: Any, batch: object, seed: ArrayLike) -> tuple[jax.Array, Any]:
         more = () if prepare is None else (prepare(lax.stop_gradient(params)),)
 
         def of_one(params: optax.Params, part: object) -> tuple[jax.Array, optax.Updates]:
@@ -264,9 +245,7 @@ def value_and_grad(
         # mixed, so that keys differ from the optimizer's, which are hashed from (seed, step)
         mixed_seed = random.mix(jnp.asarray(seed).astype(jnp.uint32))
 
-        def body(
-            carry: tuple[jax.Array, optax.Updates], inputs: tuple[jax.Array, Any]
-        ) -> tuple[tuple[jax.Array, optax.Updates], None]:
+        def body(carry: Any, inputs: Any) -> tuple[Any, None]:
             total, mean = carry
             index, part = inputs
             value, gradient = of_one(params, part)
@@ -313,14 +292,10 @@ def _means(gradients: optax.Updates, means: Tree, every: int) -> Any:
 
 
 def _rounded(means: Tree, seed: jax.Array, count: jax.Array) -> Tree:
-    leaves = [
-        round_stochastically(mean, random.leaf_key(seed, count, path))
-        for path, mean in trees.named_leaves(means)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(means), leaves)
-
-
-def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
     """Round f32 values to bf16, up or down with probabilities that preserve the mean."""
-    bits = numerics.to_bits(random.round_bits(x, key, 16)) >> 16
-    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+    leaves = []
+    for path, mean in trees.named_leaves(means):
+        bits = random.round_bits(mean, random.leaf_key(seed, count, path), 16)
+        upper = (numerics.to_bits(bits) >> 16).astype(jnp.uint16)
+        leaves.append(lax.bitcast_convert_type(upper, jnp.bfloat16))
+    return jax.tree.unflatten(jax.tree.structure(means), leaves)

@@ -60,12 +60,7 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
                 )
         return linked.init(params)
 
-    def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return _run_links(transformations, updates, state, params, _update, extra)
 
     update.links = transformations  # type: ignore[attr-defined]
@@ -148,9 +143,6 @@ def step(
             raise
 
 
-# ---- the links of a chain ------------------------------------------------------------------------
-
-
 def _run_links(
     links: Sequence[optax.GradientTransformation],
     updates: optax.Updates,
@@ -194,12 +186,7 @@ def _run_links(
 
 
 def _update(
-    tx: optax.GradientTransformation,
-    updates: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params,
-    factor: jax.Array | None,
-    extra: Mapping[str, Any],
+    tx: optax.GradientTransformation, updates: Any, state: Any, params: Any, factor: Any, extra: Any
 ) -> tuple[optax.Updates, optax.OptState]:
     if isinstance(tx, EngineTransformation):
         return tx.engine.update(updates, state, params, gradient_scale=factor)
@@ -209,12 +196,7 @@ def _update(
 
 
 def _step_by_params(
-    tx: optax.GradientTransformation,
-    updates: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params,
-    factor: jax.Array | None,
-    extra: Mapping[str, Any],
+    tx: optax.GradientTransformation, updates: Any, state: Any, params: Any, factor: Any, extra: Any
 ) -> tuple[optax.Params, optax.OptState]:
     """Step a transformation, or the links of a chain, by new parameters where it returns them."""
     if isinstance(tx, Chain):
@@ -223,9 +205,7 @@ def _step_by_params(
         return tx.engine.run(updates, state, params, gradient_scale=factor, returns_params=True)
     if isinstance(tx, Sampler):
 
-        def take(
-            gradients: optax.Updates, inner_state: optax.OptState, weights: optax.Params
-        ) -> tuple[optax.Params, optax.OptState]:
+        def take(gradients: Any, inner_state: Any, weights: Any) -> tuple[Any, Any]:
             return _step_by_params(tx.work.inner, gradients, inner_state, weights, factor, extra)
 
         return tx.work.advance(updates, state, params, take, factor)
@@ -273,9 +253,7 @@ def norm_of(gradients: list[jax.Array]) -> jax.Array:
     return jnp.asarray(optax.tree.norm(_widened(gradients)))
 
 
-def clipping_factor(
-    link: optax.GradientTransformation, norm: jax.Array, state: optax.OptState
-) -> jax.Array:
+def clipping_factor(link: optax.GradientTransformation, norm: jax.Array, state: Any) -> jax.Array:
     """Return the factor by which `clip_by_global_norm` scales gradients of this norm."""
     cells = (cell.cell_contents for cell in getattr(link.update, "__closure__", None) or ())
     # inject_hyperparams makes a new link in each step, whose array would be compiled in
@@ -284,9 +262,7 @@ def clipping_factor(
     return factor(link, norm, state)
 
 
-def _factor(
-    link: optax.GradientTransformation, norm: jax.Array, state: optax.OptState
-) -> jax.Array:
+def _factor(link: optax.GradientTransformation, norm: jax.Array, state: Any) -> jax.Array:
     clipped, _ = link.update(norm, state)
     # for an infinite norm, as in optax, finite gradients become 0 and infinite ones NaN
     infinite = jnp.where(jnp.isnan(norm), norm, jnp.float32(0))

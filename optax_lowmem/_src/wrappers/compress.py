@@ -8,29 +8,10 @@ import optax
 
 from optax_lowmem._src.codecs import GroupCodec
 from optax_lowmem._src.core import trees
-from optax_lowmem._src.core.hyperparameters import check_choice, check_range
+from optax_lowmem._src.core.hyperparameters import check_range
 from optax_lowmem._src.core.policy import Policy
-from optax_lowmem._src.step.storage import NEAREST_OR_NOT, check_group_size, codec_of
+from optax_lowmem._src.step.storage import codec_of
 from optax_lowmem._src.wrappers.compressor import Compressor, Select
-
-
-def _compressed(
-    inner: optax.GradientTransformation,
-    select: Select,
-    wanted: tuple[str, ...],
-    group_size: int,
-    rounding: str,
-    seed: int,
-    policy: Policy,
-    update_dtype: str,
-) -> optax.GradientTransformationExtraArgs:
-    """Compress the slots for which `select` returns a codec; all of `wanted` must exist."""
-    check_group_size(group_size)
-    check_choice("rounding", rounding, NEAREST_OR_NOT)
-    check_choice("update_dtype", update_dtype, ("gradient", "float32"))
-    inner = trees.wrapped(inner)
-    work = Compressor(inner, select, wanted, group_size, rounding, seed, policy, update_dtype)
-    return optax.GradientTransformationExtraArgs(work.init, work.update)
 
 
 def compress_state(
@@ -80,10 +61,10 @@ def compress_state(
     for name, codec in slot_codecs.items():
         codec_of(name, codec, signed=False)
 
-    return _compressed(
-        inner, lambda field, _: slot_codecs.get(field), tuple(slot_codecs), group_size, rounding,
-        seed, policy, update_dtype,
-    )  # fmt: skip
+    return Compressor(
+        trees.wrapped(inner), lambda field, _: slot_codecs.get(field), tuple(slot_codecs),
+        group_size, rounding, seed, policy, update_dtype,
+    ).transformation()  # fmt: skip
 
 
 # ---- FlashOptim's two moment codecs, as wrappers of a transformation or as links of a chain ------
@@ -135,7 +116,9 @@ def compand_momentum(
     if _is_decay(inner):
         inner = optax.ema(inner, debias=False)
     select = _select_moment(1, codec)
-    return _compressed(inner, select, (), group_size, rounding, seed, policy, update_dtype)
+    return Compressor(
+        trees.wrapped(inner), select, (), group_size, rounding, seed, policy, update_dtype
+    ).transformation()
 
 
 def sqrt_variance_quant(
@@ -171,4 +154,6 @@ def sqrt_variance_quant(
     if _is_decay(inner):
         inner = optax.scale_by_rms(inner)
     select = _select_moment(2, codec)
-    return _compressed(inner, select, (), group_size, rounding, seed, policy, update_dtype)
+    return Compressor(
+        trees.wrapped(inner), select, (), group_size, rounding, seed, policy, update_dtype
+    ).transformation()

@@ -17,6 +17,7 @@ from optax_lowmem._src.codecs import GroupCodec, StoredSlot, encode_array, group
 from optax_lowmem._src.core import array_metadata, context, numerics, random, trees
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.compiled import compiled, each, is_free
+from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
 from optax_lowmem._src.core.sharding import (
     filled_like,
@@ -27,7 +28,7 @@ from optax_lowmem._src.core.sharding import (
 )
 from optax_lowmem._src.step.masters import splits_masters
 from optax_lowmem._src.step.plan import ELEMENTWISE_FOUR_BITS, decide_slot, describe_block
-from optax_lowmem._src.step.storage import codec_of
+from optax_lowmem._src.step.storage import NEAREST_OR_NOT, check_group_size, codec_of
 from optax_lowmem._src.wrappers.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 
 Select = Callable[[str, SlotFacts], GroupCodec | str | None]
@@ -156,7 +157,13 @@ class Compressor:
     policy: Policy
     update_dtype: str
 
-    # ---- slots of the inner state ------------------------------------------------------------
+    def __post_init__(self) -> None:
+        check_group_size(self.group_size)
+        check_choice("rounding", self.rounding, NEAREST_OR_NOT)
+        check_choice("update_dtype", self.update_dtype, ("gradient", "float32"))
+
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     def _codec_of(self, state: optax.OptState, field: str) -> GroupCodec | None:
         known = facts(state, field, ours=True)
@@ -229,8 +236,6 @@ class Compressor:
                 f"the optimizer's state has no slot {' or '.join(missing) or 'to compress'}; "
                 f"its slots are {', '.join(fields) or 'none'}"
             )
-
-    # ---- encoding ----------------------------------------------------------------------------
 
     def _stochastic(self, slot: _Slot) -> bool:
         return self.rounding == "stochastic" and not slot.facts.running_maximum
@@ -323,22 +328,18 @@ class Compressor:
     def _decode(self, state: CompressedState, updates: optax.Updates) -> Any:
         """Return the inner state with f32 slots, after checking its codes and scales."""
         slots, shapes = self._slots(state.inner_state), _shapes(updates)
-        known = {slot.scales for slot in slots}
-        for slot in slots:
-            if slot.scales not in state.scales:
-                raise ValueError(
-                    f"the state has no {slot.scales}, only {', '.join(state.scales)}: it was made "
-                    "or restored with other settings. Use those, or call init again."
-                )
-        if extra := [name for name in state.scales if name not in known]:
+        known, stored = [slot.scales for slot in slots], ", ".join(state.scales)
+        problems = [f"no {x}, only {stored}" for x in known if x not in state.scales]
+        problems += [f"{x} of a slot without a codec here" for x in state.scales if x not in known]
+        if problems:
             raise ValueError(
-                f"the state has {', '.join(extra)} of a slot without a codec here: it was made "
-                "or restored with other settings. Use those, or call init again."
+                f"the state has {problems[0]}: it was made or restored with other settings. Use "
+                "those, or call init again."
             )
         rows = []
         for slot in slots:
-            stored = jax.tree.leaves(state.scales[slot.scales])
-            for (path, codes), scales in zip(trees.named_leaves(slot.tree), stored, strict=True):
+            of_slot = jax.tree.leaves(state.scales[slot.scales])
+            for (path, codes), scales in zip(trees.named_leaves(slot.tree), of_slot, strict=True):
                 weight, shape = shapes.get(path, ()), codes.shape
                 # only slots with their weight's shape are stored with several codes per byte
                 if weight and slot.codec.codes_per_byte > 1 and _is_code(codes):
@@ -370,12 +371,9 @@ class Compressor:
         ]
         return self._with_slots(state.inner_state, values)
 
-    # ---- the transformation ------------------------------------------------------------------
-
     def init(self, params: optax.Params) -> CompressedState:
         """Return the encoded inner state; if every slot starts constant, allocate no f32 array."""
-        for path, leaf in trees.named_leaves(params):
-            trees.check_param(path, leaf)
+        trees.check_params(params)
         # the inner update gets f32 gradients, so its state is f32 for weights of any dtype
         abstract = jax.eval_shape(lambda p: self._start(trees.widened(p), True)[0], params)
         warn_of_patterns(self.policy, params)
@@ -393,7 +391,13 @@ class Compressor:
         else:
             started, blocks = self._start(trees.widened(trees.with_values(params)))
             inner, scales = self._encode(started, params, seed, count, blocks=blocks)
-        paths = self._in_four_bits(inner, scales)
+        paths = [  # of the leaves whose second moment is stored in 4-bit codes
+            path
+            for slot in self._slots(inner)
+            if slot.facts.moment == 2 and slot.codec.codes_per_byte > 1
+            for path, scale in trees.named_leaves(scales[slot.scales])
+            if scale.ndim
+        ]
         if paths and not context.is_recording():
             others = f" and {len(paths) - 1} more" if paths[1:] else ""
             message = ELEMENTWISE_FOUR_BITS.format(f"leaf '{paths[0]}'{others}")
@@ -442,21 +446,16 @@ class Compressor:
         The constants are those of `small`, the state of one-element parameters.
         """
         weights, masked, rows = dict(trees.named_leaves(params)), self._masked(params), []
-        slots, constants = (
-            self._slots(abstract),
-            jax.tree.leaves([slot.tree for slot in self._slots(small)]),
-        )
+        slots = self._slots(abstract)
+        constants = jax.tree.leaves([slot.tree for slot in self._slots(small)])
         leaves = [(slot, *row) for slot in slots for row in trees.named_leaves(slot.tree)]
         for (slot, path, leaf), one in zip(leaves, constants, strict=True):
             weight = weights[path]
             compressed = self._decide(slot, path, leaf, jnp.shape(weight), path in masked)
             rows.append((slot.codec if compressed else None, one, leaf.dtype, weight))
-        spread = (
-            compiled(_encoded_constants)
-            if is_free([row[-1] for row in rows])
-            else _encoded_constants
-        )
-        inner, scales = self._stored(small, slots, spread(rows, self.group_size))
+        free = is_free([row[-1] for row in rows])
+        encoded = compiled(_encoded_constants) if free else _encoded_constants
+        inner, scales = self._stored(small, slots, encoded(rows, self.group_size))
         others = jax.tree.leaves(self._without_slots(abstract))
         if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in others):
             # these may depend on the weights
@@ -465,22 +464,8 @@ class Compressor:
             inner = self._with_slots(start(trees.with_values(params)), codes)
         return inner, scales
 
-    def _in_four_bits(self, state: optax.OptState, scales: Mapping[str, Any]) -> list[str]:
-        """Return the paths of the leaves whose second moment is stored in 4-bit codes."""
-        return [
-            path
-            for slot in self._slots(state)
-            if slot.facts.moment == 2 and slot.codec.codes_per_byte > 1
-            for path, scale in trees.named_leaves(scales[slot.scales])
-            if scale.ndim
-        ]
-
     def update(
-        self,
-        updates: optax.Updates,
-        state: CompressedState,
-        params: optax.Params | None = None,
-        **extra: Any,
+        self, updates: Any, state: CompressedState, params: Any = None, **extra: Any
     ) -> tuple[Any, CompressedState]:
         """Decode the slots, run the inner update on f32 gradients, encode the slots again."""
         trees.check_state(state, CompressedState)

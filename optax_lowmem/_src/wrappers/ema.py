@@ -35,8 +35,7 @@ class _Tracker:
     seed: int
 
     def init(self, params: optax.Params) -> MasterEmaState:
-        for path, leaf in trees.named_leaves(params):
-            trees.check_param(path, leaf)
+        trees.check_params(params)
         inner = self.inner.init(params)
         weights = trees.with_values(params)
         ema, correction = self._trees(params, _split(self.split, *kept_weights(weights, inner)))
@@ -44,11 +43,7 @@ class _Tracker:
         return MasterEmaState(jnp.zeros((), jnp.int32), seed, ema, correction, inner)
 
     def update(
-        self,
-        updates: optax.Updates,
-        state: MasterEmaState,
-        params: optax.Params | None = None,
-        **extra: Any,
+        self, updates: Any, state: MasterEmaState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, MasterEmaState]:
         if params is None:
             raise ValueError(trees.NO_PARAMS_MSG)

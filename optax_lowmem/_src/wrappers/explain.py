@@ -32,23 +32,18 @@ class Explanation:
         if not self.decisions:
             return "no leaf has low-memory state"
         lines: list[str] = []
-        for slots, paths in self._merged().items():
-            lines += [trees.some_of(paths)]
-            lines += [f"  {slot:<10}  {form or '-':<16}  {reason}" for slot, form, reason in slots]
+        by_path: dict[str, list[str]] = collections.defaultdict(list)
+        for d in self.decisions:
+            by_path[d.path].append(f"  {d.slot:<10}  {d.form or '-':<16}  {d.reason}")
+        merged: dict[tuple[str, ...], list[str]] = {}  # leaves with equal slots
+        for path, slots in by_path.items():
+            merged.setdefault(tuple(slots), []).append(path)
+        for of_leaves, paths in merged.items():
+            lines += [trees.some_of(paths), *of_leaves]
         ways = collections.Counter((d.form, d.reason) for d in self.steps)
         lines += [f"{form} updates {n} of {len(self.steps)} leaves: {reason}"
                   for (form, reason), n in ways.items()]  # fmt: skip
         return "\n".join([*lines, *(f"warning: {w}" for w in self.warnings)])
-
-    def _merged(self) -> dict[tuple[tuple[str, str | None, str], ...], list[str]]:
-        """Group the paths of leaves with equal slots, each slot being (name, form, reason)."""
-        slots: dict[str, list[tuple[str, str | None, str]]] = collections.defaultdict(list)
-        for d in self.decisions:
-            slots[d.path].append((d.slot, d.form, d.reason))
-        merged: dict[tuple[tuple[str, str | None, str], ...], list[str]] = {}
-        for path, of_leaf in slots.items():
-            merged.setdefault(tuple(of_leaf), []).append(path)
-        return merged
 
 
 def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanation:

@@ -43,9 +43,7 @@ def fuse_updates(tx: optax.GradientTransformation) -> optax.GradientTransformati
       >>> params, state = train_step(params, state, params)
     """
 
-    def update(
-        updates: optax.Updates, state: Any, params: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         new, state = chain.step(tx, updates, state, params, **extra)
         return jax.tree.map(_Sum, new), state
 

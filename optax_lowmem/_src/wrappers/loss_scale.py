@@ -8,18 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import array_metadata, numerics, trees
-from optax_lowmem._src.core.hyperparameters import check_range
+from optax_lowmem._src.core.hyperparameters import check_range, is_zero
 from optax_lowmem._src.core.varying import mean_of_leaf
-
-
-def _unscaled(leaves: list[jax.Array], scale: float) -> list[tuple[jax.Array, jax.Array]]:
-    """Return (whether it is finite, the unscaled gradient) for each gradient."""
-    finite = [mean_of_leaf(jnp.isfinite(g).astype(jnp.float32)) == 1 for g in leaves]
-    # gradients that overflowed become 0, so that they do not affect a norm over the tree
-    return [
-        (ok, jnp.where(ok, numerics.widen_float(g) * (1 / scale), 0))
-        for g, ok in zip(leaves, finite, strict=True)
-    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,18 +18,18 @@ class _Unscaler:
     scale: float
 
     def update(
-        self,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra: Any,
+        self, updates: Any, state: optax.OptState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, optax.OptState]:
-        treedef: Any = jax.tree.structure(updates)
-        result = _unscaled(jax.tree.leaves(updates), self.scale)
-        finite = [ok for ok, _ in result]
-        gradients = treedef.unflatten([g for _, g in result])
-        steps, after = self.inner.update(gradients, state, params, **extra)
-        steps_def: Any = jax.tree.structure(steps)
+        leaves, treedef = jax.tree.flatten(updates)
+        finite = [mean_of_leaf(jnp.isfinite(g).astype(jnp.float32)) == 1 for g in leaves]
+        # gradients that overflowed become 0, so that they do not affect a norm over the tree
+        gradients = [
+            jnp.where(ok, numerics.widen_float(g) * (1 / self.scale), 0)
+            for g, ok in zip(leaves, finite, strict=True)
+        ]
+        steps, after = self.inner.update(
+            jax.tree.unflatten(treedef, gradients), state, params, **extra
+        )
         after_def: Any = jax.tree.structure(after)
         selected = [
             jnp.where(ok, step, jnp.zeros_like(step))
@@ -49,7 +39,7 @@ class _Unscaler:
         rows = zip(marks, jax.tree.leaves(after), after_def.flatten_up_to(state), strict=True)
         kept = [new if ok is True else jnp.where(ok, new, old) for ok, new, old in rows]
         kept = trees.keep_dtypes(state, after_def.unflatten(kept), updates)
-        return steps_def.unflatten(selected), kept
+        return jax.tree.unflatten(jax.tree.structure(steps), selected), kept
 
     def init(self, params: optax.Params) -> optax.OptState:
         state = self.inner.init(params)
@@ -118,7 +108,7 @@ def per_tensor_loss_scale(
       (True, True)
     """
     check_range("scale", scale, 0.0)
-    if isinstance(scale, int | float) and scale == 0:
+    if is_zero(scale):
         raise ValueError("scale must be > 0: it is the factor by which the loss was multiplied")
     work = _Unscaler(trees.wrapped(inner), scale)
     return optax.GradientTransformationExtraArgs(work.init, work.update)

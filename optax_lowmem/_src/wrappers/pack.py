@@ -11,6 +11,7 @@ import optax
 
 from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core import packs as packing
+from optax_lowmem._src.core.hyperparameters import check_count
 from optax_lowmem._src.core.packs import Packs
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
 from optax_lowmem._src.core.sharding import Placement, placement_of
@@ -35,7 +36,6 @@ class _PolicyOfPacks(Policy):
         return self.original.reason(path, shape, slot, stored)
 
     def masked_out(self, tree: optax.Params) -> set[str]:
-        del tree
         return set(self.masked)
 
 
@@ -109,11 +109,7 @@ class PackedEngine(Engine):
         return {leaves[0]: leaves for leaves in alike.values() if len(leaves) > 1}
 
     def _engine_of_packs(
-        self,
-        packs: Packs,
-        like: optax.Params,
-        plans: list[LeafPlan],
-        decisions: list[context.Decision],
+        self, packs: Packs, like: Any, plans: list[LeafPlan], decisions: list[context.Decision]
     ) -> Engine:
         """Return the engine of the packed tree; its masks and policy repeat those of the leaves."""
         reasons = {
@@ -158,9 +154,6 @@ def _decisions_of_leaves(
             by_path[leaf].append(dataclasses.replace(decision, path=leaf, reason=reason))
     for plan in plans:
         yield from by_path[plan.path]
-
-
-# ---- checks --------------------------------------------------------------------------------------
 
 
 def _check_alike(packs: Packs, plans: list[LeafPlan]) -> None:
@@ -209,9 +202,6 @@ def _placements(names: list[str], packs: Packs) -> dict[str, Placement] | None:
     return results or None
 
 
-# ---- the wrapper ---------------------------------------------------------------------------------
-
-
 def pack_small_leaves(
     tx: optax.GradientTransformation, below: int = 65_536
 ) -> optax.GradientTransformationExtraArgs:
@@ -256,11 +246,7 @@ def pack_small_leaves(
       (7, 1)
     """
     trees.check_transformation(tx, "pack_small_leaves takes an optimizer, pack_small_leaves(tx).")
-    if isinstance(below, bool) or not isinstance(below, int) or below < 0:
-        raise ValueError(
-            f"below must be a number of elements >= 0, got {below!r}. To inject hyperparameters, "
-            "use lowmem.inject_hyperparams."
-        )
+    check_count("below", below, 0, "elements")
     if not isinstance(tx, EngineTransformation):
         raise ValueError(
             "pack_small_leaves needs one of our optimizers, unwrapped, such as flash_adamw(...): "

@@ -60,7 +60,9 @@ def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
     fitting = dict.fromkeys(masks, False)  # whether some moment of the parameter has been reset
 
     def set_zero(path: str, x: jax.Array, scales: bool) -> jax.Array:
-        prefix = _prefix(path, masks)
+        parts = path.split("/")
+        prefixes = ("/".join(parts[:i]) for i in range(len(parts), -1, -1))  # the longest first
+        prefix = next((prefix for prefix in prefixes if prefix in masks), None)
         if prefix is None:
             return x
         new = _zeros_where(x, masks[prefix], scales)
@@ -108,13 +110,6 @@ def _is_compressed(node: object) -> bool:
 
 def _indexed(path: str) -> str:
     return f"['{path}']" if path else ""
-
-
-def _prefix(path: str, names: Any) -> str | None:
-    """Return the longest of `names` that is the path or a prefix of it, or None."""
-    parts = path.split("/")
-    prefixes = ["/".join(parts[:i]) for i in range(len(parts), -1, -1)]
-    return next((prefix for prefix in prefixes if prefix in names), None)
 
 
 def _zeros_where(x: jax.Array, mask: Any, scales: bool) -> jax.Array | None:

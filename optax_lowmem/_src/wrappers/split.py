@@ -34,8 +34,7 @@ class _Splitter:
 
     def init(self, params: optax.Params) -> SplitState:
         """Initialize the inner state, and corrections (from `lowmem.init` if it provides them)."""
-        for path, leaf in trees.named_leaves(params):
-            trees.check_param(path, leaf)
+        trees.check_params(params)
         if adds_noise(self.inner, params):
             raise ValueError(
                 "split_master_weights around gaussws_noise: the noise must be outermost, put the "
@@ -61,11 +60,7 @@ class _Splitter:
         return SplitState(jnp.zeros((), jnp.int32), seed, correction, inner)
 
     def update(
-        self,
-        updates: optax.Updates,
-        state: SplitState,
-        params: optax.Params | None = None,
-        **extra: Any,
+        self, updates: Any, state: SplitState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, SplitState]:
         """Update the masters; return updates that reach the new 16-bit weights exactly."""
         if params is None:

@@ -80,10 +80,7 @@ def _children(node: object) -> Iterator[Any]:
 
 
 def stale_corrections(
-    tx: optax.GradientTransformation,
-    params: optax.Params,
-    state: optax.OptState,
-    decisions: list[context.Decision],
+    tx: optax.GradientTransformation, params: Any, state: Any, decisions: list[context.Decision]
 ) -> list[str]:
     """Return warnings for leaves whose update is changed after the split, found in a trial step.
 
@@ -188,11 +185,7 @@ def _fast_weights(tree: Any) -> Any:
 
 
 def _updates(
-    tx: optax.GradientTransformation,
-    grads: optax.Updates,
-    state: optax.OptState,
-    weights: optax.Params,
-    at: optax.Params,
+    tx: optax.GradientTransformation, grads: Any, state: Any, weights: Any, at: Any
 ) -> optax.Updates:
     """Return the updates of a step, passing those extra arguments of optax that `tx` accepts.
 

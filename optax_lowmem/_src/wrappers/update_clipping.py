@@ -20,8 +20,6 @@ from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule, Tree
 from optax_lowmem._src.step.masters import splits_masters
 from optax_lowmem._src.wrappers.slots import facts, map_slots
 
-# ---- the transformation --------------------------------------------------------------------------
-
 
 class UpdateClippingState(NamedTuple):
     """State of `update_clipping`."""
@@ -87,45 +85,29 @@ class _Clipper:
         return UpdateClippingState(jnp.zeros((), jnp.int32), inner)
 
     def update(
-        self,
-        updates: optax.Updates,
-        state: UpdateClippingState,
-        params: optax.Params | None = None,
-        **extra: Any,
+        self, updates: Any, state: UpdateClippingState, params: Any = None, **extra: Any
     ) -> tuple[optax.Updates, UpdateClippingState]:
         trees.check_state(state, UpdateClippingState)
         new, inner = self.inner.update(updates, state.inner_state, params, **extra)
         count = optax.safe_increment(state.count)
         debias = Formula(_debias, (self.b2,))(state.count)["debias"]
         moments = _second_moments(inner)
-
-        rows = list(zip(trees.named_leaves(new), jax.tree.leaves(updates), strict=True))
-        # leaves without a moment are masked out here
-        with_moment = [(moments[path], g, update) for (path, update), g in rows if path in moments]
-        clipped = iter(_clipped(with_moment, debias, self.eps, self.threshold))
-        leaves = [next(clipped) if path in moments else update for (path, update), _ in rows]
+        eps, threshold = as_f32("eps", self.eps), as_f32("threshold", self.threshold)
+        leaves = []
+        for (path, update), g in zip(
+            trees.named_leaves(new), jax.tree.leaves(updates), strict=True
+        ):
+            if path in moments:  # others are masked out here
+                u = numerics.widen(moments[path]) * debias
+                share = clipped_share(rms_of_ratio(numerics.widen(g), u, eps), threshold)
+                update = (numerics.widen(update) * share).astype(update.dtype)
+            leaves.append(update)
         tree = jax.tree.unflatten(jax.tree.structure(new), leaves)
         return tree, UpdateClippingState(count, inner)
 
 
 def _debias(b2: ScalarOrSchedule, count: jax.Array) -> dict[str, jax.Array]:
     return {"debias": 1 / decay_at("b2", b2, count).correction}
-
-
-def _clipped(
-    rows: list[tuple[jax.Array, jax.Array, jax.Array]],
-    debias: jax.Array,
-    eps: Scalar,
-    threshold: Scalar,
-) -> list[jax.Array]:
-    """Return the clipped update for each (second moment, gradient, update)."""
-    eps, threshold = as_f32("eps", eps), as_f32("threshold", threshold)
-    clipped = []
-    for moment, g, update in rows:
-        u = numerics.widen(moment) * debias
-        share = clipped_share(rms_of_ratio(numerics.widen(g), u, eps), threshold)
-        clipped.append((numerics.widen(update) * share).astype(update.dtype))
-    return clipped
 
 
 def update_clipping(

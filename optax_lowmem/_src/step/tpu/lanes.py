@@ -174,10 +174,8 @@ class Blocks:
     def in_order(self, ends: jax.Array) -> jax.Array:
         """Permute the lanes of the result of `tree` to the order of the groups."""
         lane = _lane()
-        in_register, register = (
-            _rem(lane, self.groups_per_register),
-            _div(lane, self.groups_per_register),
-        )
+        in_register = _rem(lane, self.groups_per_register)
+        register = _div(lane, self.groups_per_register)
         return gather(ends, in_register * self.lanes_per_group + register)
 
 
@@ -217,14 +215,9 @@ def tree(
 ) -> jax.Array:
     """Reduce groups of lanes of many registers, with about one shuffle per register.
 
-    Args:
-      parts: registers [n, 128]; their number is a power of two, and missing ones are None.
-      of_two: the reduction of two arrays.
-      step: number of registers that each part already combines.
-
-    Returns:
-      [n, 128]: lane l has the reduction of part i = (l // step) % len(parts), over the lanes whose
-      numbers differ from l only in the bits of i.
+    `parts` are registers [n, 128], each of which already combines `step` of them; their number is a
+    power of two, and missing ones are None. Lane l of the result has the reduction of part i = (l
+    // step) % len(parts), over the lanes whose numbers differ from l only in the bits of i.
     """
     results = list(parts)
     while len(results) > 1:

@@ -42,8 +42,6 @@ from optax_lowmem._src.step.tpu.pallas_tpu_kernel import ARITHMETIC, Kernel
 
 NAME = "pallas_tpu"
 
-# ---- supported leaves ----------------------------------------------------------------------------
-
 # Primitives of our rules, codecs and splits that Mosaic supports.
 _KNOWN = frozenset(
     (
@@ -116,9 +114,6 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
             yield from _primitives(getattr(own, "jaxpr", own))
 
 
-# ---- the call ------------------------------------------------------------------------------------
-
-
 def register_seeds(lane_keys: jax.Array, group_size: int) -> jax.Array:
     """Return `random.lane_seeds` of the lanes of a register, or group if larger, per leaf."""
     lane = lax.iota(jnp.uint32, max(LANES, group_size)) % jnp.uint32(group_size)
@@ -183,9 +178,6 @@ def launch(
     pairs = zip(result.state.scales, leaf.state.scales, strict=True)
     scales = tuple(views.scales_of(blocks, *pair) for pair in pairs)
     return restored(plan, leaf, Result(result.update, result.state._replace(scales=scales)))
-
-
-# ---- the step of a batch -------------------------------------------------------------------------
 
 
 def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> list[Result]:

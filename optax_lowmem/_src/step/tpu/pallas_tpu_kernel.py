@@ -61,9 +61,6 @@ class Registers(reference.Layout):
         return codes if codec.codes_per_byte == 1 else codec.bits_in_byte(codes)
 
 
-# ---- a block ----------------------------------------------------------------------------------
-
-
 class Scratch(NamedTuple):
     """VMEM for intermediate results of a block."""
 
@@ -117,8 +114,6 @@ class Kernel:
             {name: ends(codec) for name, codec in codecs.items()},
             of_rows if blocks.of_rows else None,
         )
-
-    # ---- body --------------------------------------------------------------------------------
 
     def run(
         self, scalars: Any, key: Any, lane_seeds: Any, read: Any, written: Any, scratch: Scratch
