@@ -313,6 +313,7 @@ def prepare(args: argparse.Namespace, texts: Texts) -> Run:
     lora = Lora(tuple(args.lora.split(",")), args.rank, args.alpha) if args.lora else None
     schedule = make_schedule(args, steps)
     program = make_program(args.model, settings, schedule, args.weight_decay, lora, args.freeze)
+    program.compile(program.batch(rows[batch_rows(len(rows), args.batch, args.seed, first)]))
     trained, frozen, state = program.start()
     if first:
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), trained)
@@ -451,7 +452,7 @@ def main(arguments: list[str] | None = None) -> Run:
             raise
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
         told = advice(args, limit) if args.optimizer in lowmem.OPTIMIZERS else str(error)
-        print(f"out of memory.\n{told}", file=sys.stderr)
+        print(f"out of memory: {str(error).splitlines()[0]}\n{told}", file=sys.stderr)
         raise SystemExit(OUT_OF_MEMORY) from None
     if run.step == args.steps:
         generate(run, texts, console)

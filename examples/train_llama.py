@@ -298,10 +298,10 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        run = None
+        run, message = None, str(error).splitlines()[0]
     if run is None:
         found["fits"] = 0
-        print(report.out_of_memory(settings, memory, own_bytes), file=sys.stderr)
+        print(report.out_of_memory(settings, memory, own_bytes, message), file=sys.stderr)
     elif not run.losses:
         say(f"nothing to do: the run is at step {run.step} already")
     else:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _gpt.train import F32, LOWMEM, optimizer_step
+from jax.sharding import SingleDeviceSharding
 
 import optax_lowmem as lowmem
 
@@ -36,6 +37,8 @@ class Program:
       step: (trained, frozen, state, batch) -> (trained, state, loss, gradient norm); takes the
         place of `trained` and `state`. Gradient release has no norm: NaN.
       loss: (trained, frozen, batch) -> the weighted sum of losses.
+      compile: batch -> None; with the state in host memory, compiles `step` and `loss`. Before
+        `start` allocates weights, there is room for trying kernels out.
       accumulate: micro-batches of a step.
     """
 
@@ -45,6 +48,7 @@ class Program:
     moved: Callable[[Any, Any], Any]
     step: Callable[..., tuple[Any, Any, jax.Array, jax.Array]]
     loss: Callable[..., jax.Array]
+    compile: Callable[[Packed], None]
     accumulate: int
 
     def batch(self, rows: Rows) -> Packed:
@@ -107,7 +111,7 @@ def make_program(
             trained = model.adapters(jax.random.key(settings.seed))
         else:
             kinds = dtype if bf16 else lambda path: jnp.float32
-            weights = huggingface.load(folder, model, kinds)
+            weights = huggingface.load(folder, model, kinds, shardings)
             trained = part(weights, is_trained)
             frozen = part(weights, lambda path: not is_trained(path))
             if not jax.tree.leaves(trained):
@@ -120,15 +124,30 @@ def make_program(
         trained, state = lowmem.init(tx, trained, dtype)
         return trained, frozen, moved(trained, state)
 
+    def compile_ahead(batch: Packed) -> None:
+        if settings.offload:
+            step.compile(like, moved(like, None), batch)
+            rows = len(batch.tokens) // settings.accumulate
+            some = jax.eval_shape(lambda: jax.tree.map(lambda x: x[:rows], batch))
+            loss.lower(like, part(like, lambda path: not is_trained(path)), some).compile()
+
+    like = shardings = None
+    if settings.offload:
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        like = jax.eval_shape(lambda: model.weights(jax.random.key(0), dtype))
+        like = jax.tree.map(lambda w: w.update(sharding=here), like)
+        shardings = jax.tree.map(lambda w: w.sharding, like)
     moved = offloaded(model, tx, settings)
     step = make_step(model, tx, settings)
+    loss = jax.jit(lambda trained, frozen, batch: model(joined(trained, frozen), batch))
     return Program(
         model,
         tx,
         start,
         moved,
         step if settings.offload else jax.jit(step, donate_argnums=(0, 2)),
-        jax.jit(lambda trained, frozen, batch: model(joined(trained, frozen), batch)),
+        loss,
+        compile_ahead,
         settings.accumulate,
     )
 
@@ -163,4 +182,6 @@ def _released(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
         trained, state, loss = take_step(trained, state, batch)
         return trained, state, loss, jnp.float32(jnp.nan)
 
+    if settings.offload:
+        step.compile = take_step.compile
     return step

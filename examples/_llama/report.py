@@ -70,14 +70,16 @@ def limit() -> dict[str, int]:
     return {"limit_bytes": found} if found else {}
 
 
-def out_of_memory(settings: Settings, report: lowmem.memory.Report, own_bytes: int) -> str:
-    """Format one line on a run that does not fit into memory."""
+def out_of_memory(
+    settings: Settings, report: lowmem.memory.Report, own_bytes: int, message: str
+) -> str:
+    """Format a line on a run that does not fit into memory, and XLA's message."""
     has = "".join(f" of {limit_bytes / GIB:.1f}" for limit_bytes in limit().values())
     return (
         f"{settings.optimizer}: out of memory: needs {report.state_bytes / GIB:.1f} GiB of state "
         f"beside {report.params_bytes / GIB:.1f} GiB of weights ({report.bytes_per_param:.2f} "
         f"bytes per parameter), {own_bytes / GIB:.1f} GiB{has} on each of {settings.devices} "
-        "device(s), then gradients and activations"
+        f"device(s), then gradients and activations\n{message}"
     )
 
 

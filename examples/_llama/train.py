@@ -46,6 +46,7 @@ class Program:
       start: () -> (parameters, state) on their devices.
       moved: (parameters, ordinary state) -> the state that the step takes.
       step: (parameters, state, tokens) -> (parameters, state, loss); it takes its arguments' place.
+        Jitted, or of several programs, which `step.compile` compiles.
       backward: (parameters, tokens) -> loss and gradient of what goes into the layers: the forward
         and backward pass without gradients of weights.
       update: (gradients, parameters, state) -> (parameters, state): the optimizer's step alone; it
@@ -66,7 +67,9 @@ class Program:
     @functools.cached_property
     def compiled(self) -> Any:
         """The step; compiled before anything is allocated, it has room for trying kernels out."""
-        if self.settings.offload:  # it compiles each stage when it is called
+        if self.settings.offload:
+            params, _ = self.like
+            self.step.compile(params, self.moved(params, None), self.tokens)
             return self.step
         return self.step.lower(*self.like, self.tokens).compile()
 
@@ -256,6 +259,8 @@ def released(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -
         loss, params, state = take_step(params, state, tokens)
         return params, state, loss
 
+    if settings.offload:
+        step.compile = take_step.compile
     return step
 
 

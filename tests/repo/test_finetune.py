@@ -21,6 +21,7 @@ from benchmarks.suites import finetune as suite
 from tests.compilation import QUICK_FLAGS
 from tests.contract_cases import assert_same
 from tests.repo.test_examples import ROOT, example, run_script  # noqa: F401 (a fixture)
+from tests.wrappers.test_eager_programs import programs
 
 TINY = ROOT / "tests/golden/huggingface"
 TEMPLATE = (
@@ -181,6 +182,15 @@ def test_gradient_release(trained):
     ordinary, *released = (losses(trained(mode)[0]) for mode in modes)
     for found in released:  # with the state on the host, one row at a time
         assert found == pytest.approx(ordinary, rel=0.02)
+
+
+def test_offloaded_steps_are_compiled_before_weights_are_loaded(finetune, folder, tmp_path):
+    args = finetune.parse_arguments(flags(folder, tmp_path / "out", "--offload"))
+    run = finetune.prepare(args, finetune.Texts(args.model))
+    some = run.rows[np.arange(args.batch)]
+    arrays = run.trained, run.frozen
+    assert programs(lambda: run.program.held_out_loss(*arrays, run.held_out, 1))[1] == 0
+    assert programs(lambda: run.program.step(*arrays, run.state, run.program.batch(some)))[1] == 0
 
 
 def test_adapters(folder, trained):

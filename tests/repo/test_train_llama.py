@@ -16,6 +16,7 @@ from optax_lowmem import gaussws
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_same
 from tests.repo.test_examples import example, run_script  # noqa: F401 (a fixture)
+from tests.wrappers.test_eager_programs import programs
 
 ONE, MESH = "--data-parallel 1", "--data-parallel 1 --fsdp 4 --tensor 2"
 
@@ -144,6 +145,18 @@ def test_state_on_the_host(llama, tmp_path):
     assert trained(llama, f"{ONE} --offload --accumulate 4").run.losses[-1] < whole.losses[0] - 0.1
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_offloaded_steps_are_compiled_before_weights_are_allocated(llama, accumulate):
+    flags = f"{ONE} --offload --text random --clip 1 --accumulate {accumulate}"
+    program = llama.train.make_program(settings_of(llama, flags))
+    _, batches = llama.train.make_batches(program.settings, None)
+    arrays = len(jax.live_arrays())
+    program.compiled  # noqa: B018
+    assert len(jax.live_arrays()) <= arrays
+    run = llama.train.Run(*program.start(), 0, [], [])
+    assert programs(lambda: list(llama.train.advance(run, program, batches, 2)))[1] == 0
+
+
 def test_a_run_goes_on_in_fp8(llama, tmp_path, capsys):
     whole = trained(llama, ONE).run
     where = f"{ONE} --checkpoint {tmp_path}"
@@ -214,7 +227,10 @@ def test_out_of_memory(llama, tmp_path, monkeypatch, capsys):
         llama.script.main(flags.split())
     assert stopped.value.code == 3
     told = "optax.adamw: out of memory: needs 59.8 GiB of state beside 29.9 GiB of weights (12.00 "
-    assert capsys.readouterr().err.startswith(told)
+    said = capsys.readouterr().err
+    assert said.startswith(told) and said.endswith(
+        "\nRESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.\n"
+    )
     value = {r["metric"]: r["value"] for r in map(json.loads, records.read_text().splitlines())}
     assert (value["device_bytes"], value["fits"]) == (12 * 8_030_261_248 + 8, 0)
     monkeypatch.setitem(program.__dict__, "start", functools.partial(exhausted, "INTERNAL: a bug"))

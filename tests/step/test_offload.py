@@ -1,6 +1,7 @@
 """State in host memory: streamed bits are resident bits, and what gradient release clips."""
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from tests.step.test_release import (
     run,
 )
 from tests.tiers import rows
+from tests.wrappers.test_eager_programs import programs
 
 BF16 = jnp.bfloat16
 
@@ -78,11 +80,16 @@ CASES = [  # every other pair
 OFTEN = [("flash_lion", "clip passes"), ("flash_factored_adamw", "passes")]
 
 
-@pytest.mark.parametrize("name, how", rows(dict.fromkeys(OFTEN + CASES), OFTEN))
-def test_streamed_bits_are_resident_bits(name, how):
+def options_of(name, how):
+    """The optimizer of a case, and the options of `train_step`."""
     options = HOW[how.removeprefix("clip").strip() or "whole"]
     tx = clipped(make(name)) if how.startswith("clip") else make(name)
-    options = {**options, "per_layer": name == "stable_adamw"}
+    return tx, {**options, "per_layer": name == "stable_adamw"}
+
+
+@pytest.mark.parametrize("name, how", rows(dict.fromkeys(OFTEN + CASES), OFTEN))
+def test_streamed_bits_are_resident_bits(name, how):
+    tx, options = options_of(name, how)
     streamed, resident = (
         offloaded(tx, weights(), kind=kind, **options) for kind in (host.PINNED, "device")
     )
@@ -153,6 +160,39 @@ def test_micro_batches_of_a_model_with_an_aux_return_the_loss():
         offloaded(tx, params, steps=1, model=m, micro_batches=2) for m in (model, MODEL)
     )
     assert_same(found, wanted)
+
+
+# ---- compiling ahead -----------------------------------------------------------------------------
+@pytest.mark.parametrize("how", rows([*HOW, "clip", "clip passes"], ["micro", "clip passes"]))
+def test_compiled_steps_compile_nothing(how):
+    """Nor does compiling allocate; the bits are those of steps that compile when called."""
+    tx, options = options_of("flash_adamw", how)
+    step = release.train_step(tx, MODEL, offload=True, **options)
+    params = jax.device_put(weights(), jax.devices()[0])
+    like, some = jax.eval_shape(lambda: (weights(), batches()[0]))
+    like = jax.tree.map(lambda x, p: x.update(sharding=p.sharding), like, params)
+    gc.collect()
+    arrays = len(jax.live_arrays())
+    step.compile(like, release.offload(tx, MODEL, like, min_bytes=0), some)
+    assert len(jax.live_arrays()) <= arrays
+    state, values = release.offload(tx, MODEL, params, min_bytes=0), batches(2)
+
+    def steps(params, state):
+        for batch in values:
+            value, params, state = step(params, state, batch)
+        return value, params, state
+
+    (value, params, state), made = programs(lambda: steps(params, state))
+    assert made == 0
+    assert_same((value, params, on_device(state)), offloaded(tx, weights(), **options))
+
+
+def test_arrays_are_compiled_as_shapes_are():
+    tx, params, (batch,) = make("flash_adamw"), weights(), batches()
+    state = release.offload(tx, MODEL, params, min_bytes=0)
+    step = release.train_step(tx, MODEL, offload=True)
+    step.compile(params, state, batch)
+    assert programs(lambda: step(params, state, batch))[1] == 0
 
 
 # ---- clipping ------------------------------------------------------------------------------------

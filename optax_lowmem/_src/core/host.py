@@ -80,9 +80,17 @@ def brought(tree: Any) -> Any:
     return jax.device_put(tree, jax.tree.map(place, tree))
 
 
+def put(tree: Any, shardings: Any, **how: Any) -> Any:
+    """Copy arrays, as `jax.device_put` does; for shapes, return the shapes of the copies."""
+    if not has_shapes(tree):
+        return jax.device_put(tree, shardings, **how)
+    shardings = jax.tree.broadcast(shardings, tree)
+    return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), tree, shardings)
+
+
 def put_back(tree: Any, before: Any) -> Any:
     """Copy arrays to where those of another tree are."""
-    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding, before))
+    return put(tree, jax.tree.map(lambda x: x.sharding, before))
 
 
 def device_of(tree: Any) -> jax.Device:
@@ -95,6 +103,47 @@ def device_of(tree: Any) -> jax.Device:
             f"{len(devices)}: shard the state over them instead (sharding.state_shardings)."
         )
     return devices.pop() if devices else jax.local_devices()[0]
+
+
+# ---- shapes in place of arrays -------------------------------------------------------------------
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array; it has a sharding if the array is committed to a device."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    kind, sharding = jax.typeof(x), x.sharding if getattr(x, "committed", False) else None
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
+
+
+def has_shapes(tree: Any) -> bool:
+    """Return whether a tree has shapes in place of arrays."""
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
+
+
+class Stage:
+    """A jitted function; given shapes, as `shape_of` returns them, it compiles and returns shapes.
+
+    Later calls with such arrays do not compile. At least one committed argument must be used by the
+    function, if there are any: JAX ignores unused ones when it commits the results.
+    """
+
+    def __init__(self, function: Callable[..., Any], **how: Any):
+        # without `keep_unused`, with which JAX 0.12 never frees a compiled program
+        self.jitted = jax.jit(function, **how)
+        self.results: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        if not has_shapes(args):
+            return self.jitted(*args)
+        leaves, treedef = jax.tree.flatten(args)
+        key = treedef, *leaves
+        if key not in self.results:
+            shapes = self.jitted.eval_shape(*args)
+            shardings = self.jitted.lower(*args).compile().output_shardings
+            committed = any(getattr(x, "sharding", None) is not None for x in leaves)
+            self.results[key] = put(shapes, shardings) if committed else shapes
+        return self.results[key]
 
 
 # ---- work that is dispatched ahead ---------------------------------------------------------------
@@ -119,7 +168,8 @@ class RunAhead:
             results, consumed = self._stages.popleft()
             jax.block_until_ready(results)
             for x in jax.tree.leaves(consumed):
-                x.delete()
+                if isinstance(x, jax.Array):
+                    x.delete()
 
 
 def ahead(items: Iterable[Item], bring: Callable[[Item], Any]) -> Iterator[Any]:

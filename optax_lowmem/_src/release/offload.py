@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from optax_lowmem._src.core import context, host, trees
-from optax_lowmem._src.core.host import PerLayer
+from optax_lowmem._src.core.host import PerLayer, Stage
 from optax_lowmem._src.release import room, stages
 from optax_lowmem._src.release.model import Layered, Parts, take_apart
 from optax_lowmem._src.release.optimizer import Optimizer
@@ -40,7 +40,7 @@ def offload(
     Args:
       tx: the optimizer, as in `train_step`.
       model: the model.
-      params: the parameters, on one device.
+      params: the parameters, on one device, or their shapes.
       state: the state to move, as `lowmem.init`, `tx.init` and `checkpoint.restore` return it, in
         any memory; the arrays of stacks are deleted as they are copied. None makes the state of
         `tx.init(params)` layer by layer: it never exists on the device.
@@ -48,9 +48,9 @@ def offload(
       min_bytes: smaller arrays stay on the device.
 
     Returns:
-      The state. `checkpoint.save` takes it and writes the files of the ordinary state, so that a
-      run may be resumed with or without `offload`; it needs the state's size of host memory again
-      while it saves.
+      The state, or its shapes for shapes. `checkpoint.save` takes it and writes the files of the
+      ordinary state, so that a run may be resumed with or without `offload`; it needs the state's
+      size of host memory again while it saves.
 
     Raises:
       MemoryError: if host memory is too small; says how much is needed. Nothing is copied then.
@@ -90,7 +90,7 @@ def offload(
 
     def moved(x: Any) -> Any:
         # one at a time, for memory
-        return jax.block_until_ready(jax.device_put(x, place(x), may_alias=False))
+        return jax.block_until_ready(host.put(x, place(x), may_alias=False))
 
     def start(params: optax.Params) -> Any:
         new, firsts = optimizer.inner(tx.init(params)), {}
@@ -104,7 +104,7 @@ def offload(
     def cut(x: Any, number: int) -> PerLayer:
         if state is None:  # the first layer, and all are equal
             return PerLayer(moved(x) for _ in range(number))
-        on_device = jax.device_put(x, here)
+        on_device = host.put(x, here)
         pieces = [moved(_read_layer(on_device, np.int32(i), number)) for i in range(number)]
         if isinstance(x, jax.Array):
             x.delete()
@@ -112,15 +112,17 @@ def offload(
 
     count, seed = inner.count, inner.seed
     if state is None:
-        count, seed, columns = jax.jit(start)(params)
+        started = jax.jit(start)
+        shapes = host.has_shapes(params)
+        count, seed, columns = started.eval_shape(params) if shapes else started(params)
     for column in columns.values():
         for i, x in enumerate(column):
             column[i] = cut(x, layers[i]) if i in layers and x.ndim else moved(x)
-    count, seed = jax.device_put((count, seed), here)
+    count, seed = host.put((count, seed), here)
     return optimizer.outer(whole, engine.of_columns(count, seed, columns, params))
 
 
-_read_layer = jax.jit(read_layer, static_argnums=2)
+_read_layer = Stage(read_layer, static_argnums=2)
 
 
 class Programs:
@@ -133,7 +135,8 @@ class Programs:
             engine, model.take_apart(params), params, state, step.per_layer
         )
         engine.unpack(state, plans.whole, params)  # checks the state
-        parts, jit = plans.parts, jax.jit
+        parts = plans.parts
+        self.has_room = False  # host memory, for inputs and gradients
         self.schedule = stages.Schedule.make(model, parts, batch)
         self.input_bytes = trees.nbytes(jax.eval_shape(model.first, parts.rest(), batch))
         reading = self.schedule.reading
@@ -211,18 +214,28 @@ class Programs:
         def factor(squares: list[jax.Array]) -> jax.Array:
             return clipping_factor(step.optimizer.clip, jnp.sqrt(sum(squares)), optax.EmptyState())
 
-        self.first, self.forward = jit(first), jit(forward, static_argnums=0)
-        self.last, self.back_first = jit(last, donate_argnums=3), jit(back_first, donate_argnums=3)
-        self.back = jit(back, static_argnums=0, donate_argnums=6)
-        self.update_layer = jit(update_layer, static_argnums=0, donate_argnums=(1, 3))
-        self.update_rest = jit(update_rest, static_argnums=0, donate_argnums=(1, 2))
-        self.add = jit(added, donate_argnums=0)
-        self.squares = jit(lambda gs: squares_of([step.each(g) for g in gs]))
-        self.factor = jit(factor)
+        self.first, self.forward = Stage(first), Stage(forward, static_argnums=0)
+        self.last = Stage(last, donate_argnums=3)
+        self.back_first = Stage(back_first, donate_argnums=3)
+        self.back = Stage(back, static_argnums=0, donate_argnums=6)
+        self.update_layer = Stage(update_layer, static_argnums=0, donate_argnums=(1, 3))
+        self.update_rest = Stage(update_rest, static_argnums=0, donate_argnums=(1, 2))
+        self.add = Stage(added, donate_argnums=0)
+        self.squares = Stage(lambda gs: squares_of([step.each(g) for g in gs]))
+        self.factor = Stage(factor)
 
 
-_micro_batch = jax.jit(lambda batches, at: jax.tree.map(lambda x: x[at], batches))
-_mean = jax.jit(lambda losses: sum(x.astype(jnp.float32) for x in losses) / len(losses))
+def micro_batch(batch: Any, at: Any, number: int) -> Any:
+    """Return one of a number of micro-batches of a batch."""
+    if number == 1:
+        return batch
+    return jax.tree.map(lambda x: x[at], micro_batches_of(batch, number))
+
+
+_micro_batch = Stage(micro_batch, static_argnums=2)
+_mean = Stage(lambda losses: sum(x.astype(jnp.float32) for x in losses) / len(losses))
+_zeros_like = Stage(lambda x: jnp.zeros_like(x))
+_incremented = Stage(lambda count: optax.safe_increment(count))
 
 
 @dataclasses.dataclass
@@ -244,31 +257,34 @@ class Offloaded:
 
     def __call__(self, params: optax.Params, state: Any, batch: object) -> tuple[Any, Any, Any]:
         """Take a step; return (loss, params, state)."""
+        run = self._begin(params, state, batch)
+        run.check_room()
+        return run.take(params, state, batch)
+
+    def compile(self, params: optax.Params, state: Any, batch: object) -> None:
+        """Compile what later steps run, without allocating arrays.
+
+        Args:
+          params: the parameters, or their shapes (`jax.ShapeDtypeStruct`), with the shardings that
+            the arrays will have, if any.
+          state: the state, or its shapes, which `release.offload(tx, model, params)` returns.
+          batch: a batch, or its shapes.
+        """
+        params, state, batch = jax.tree.map(host.shape_of, (params, state, batch))
+        for _ in range(2):  # parameters without a sharding have one after a step
+            _, params, state = self._begin(params, state, batch).take(params, state, batch)
+
+    def _begin(self, params: optax.Params, state: Any, batch: object) -> "Run":
         inner = self.optimizer.inner(state)
-        batches = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
-        if self.micro_batches > 1:
-            batches = micro_batches_of(batch, self.micro_batches)
         whole = jax.tree.map(
             lambda x: x.like if host.is_per_layer(x) else x, inner, is_leaf=host.is_per_layer
         )
-        like = jax.eval_shape(lambda *args: args, params, whole, batches)
+        one = jax.eval_shape(lambda x: micro_batch(x, 0, self.micro_batches), batch)
+        like = jax.eval_shape(lambda *args: args, params, whole, one)
         key = jax.tree.structure(like), *((x.shape, x.dtype) for x in jax.tree.leaves(like))
-        programs = self._programs.get(key)
-        if programs is None:
-            params_like, state_like, batches_like = like
-            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches_like)
-            programs = Programs(self, params_like, state_like, one)
-        run = Run(self, programs, params, inner)
         if key not in self._programs:
-            run.check_room(self.at_once, self.micro_batches)
-            self._programs[key] = programs
-        losses: list[Any] = []
-        for begin in range(0, self.micro_batches, self.at_once):
-            numbers = range(self.micro_batches)[begin:][: self.at_once]
-            some = [_micro_batch(batches, np.int32(number)) for number in numbers]
-            losses += run.one_pass(some, numbers[-1] == self.micro_batches - 1)
-        loss = losses[0] if len(losses) == 1 else _mean(losses)
-        return loss, *run.result(params, state)
+            self._programs[key] = Programs(self, *like)
+        return Run(self, self._programs[key], params, inner)
 
 
 class Run:
@@ -307,16 +323,29 @@ class Run:
         self.factor: jax.Array | None = None
         self.running, self.leaving = host.RunAhead(), host.RunAhead()
 
-    def check_room(self, at_once: int, micro_batches: int) -> None:
-        """Raise MemoryError if host memory is too small for inputs and gradients."""
-        if self.there is self.here:
+    def take(self, params: optax.Params, state: Any, batch: object) -> tuple[Any, Any, Any]:
+        """Take the step; return (loss, params, state)."""
+        losses: list[Any] = []
+        number, at_once = self.step.micro_batches, self.step.at_once
+        for begin in range(0, number, at_once):
+            numbers = range(number)[begin:][:at_once]
+            some = [_micro_batch(batch, np.int32(at), number) for at in numbers]
+            some = host.put(some, self.here)  # committed, whatever the batch is
+            losses += self.one_pass(some, numbers[-1] == number - 1)
+        loss = losses[0] if len(losses) == 1 else _mean(losses)
+        return loss, *self.result(params, state)
+
+    def check_room(self) -> None:
+        """Raise MemoryError, at the first step, if there is no room for inputs and gradients."""
+        if self.there is self.here or self.programs.has_room:
             return
-        needed = self.programs.input_bytes * (len(self.layers) + 1) * at_once
-        if micro_batches > at_once:
+        needed = self.programs.input_bytes * (len(self.layers) + 1) * self.step.at_once
+        if self.step.micro_batches > self.step.at_once:
             needed += 4 * sum(x.size for x in self.weights)
         state = trees.nbytes([x for x in jax.tree.leaves(self.state) if host.is_on_host(x)])
         (device,) = self.here.device_set
         room.check_room(needed, "a step's layer inputs and sums of gradients", device, state)
+        self.programs.has_room = True
 
     def one_pass(self, batches: list[Any], last: bool) -> list[Any]:
         """Pass micro-batches through the model; return their losses, and update after the last."""
@@ -332,7 +361,7 @@ class Run:
             name: [PerLayer(x) if isinstance(x, list) else x for x in column]
             for name, column in self.columns.items()
         }
-        count = optax.safe_increment(self.state.count)
+        count = _incremented(self.state.count)
         new = self.plans.engine.of_columns(count, self.state.seed, columns, params, self.state)
         treedef: Any = jax.tree.structure(params)
         return treedef.unflatten(self.weights), self.step.optimizer.outer(state, new)
@@ -403,7 +432,8 @@ class Run:
             self.totals[at] = self.programs.add(self.totals[at], g) if at in self.totals else g
         if positions := tuple(schedule.due[stage]):
             rest = self.rest
-            unread = {at: jnp.zeros_like(rest[at]) for at in positions if at not in self.totals}
+            unread = {at: _zeros_like(rest[at]) for at in positions if at not in self.totals}
+            unread = host.put(unread, self.here)
             gradients = [unread.get(at, self.totals.pop(at, None)) for at in positions]
             use(positions, gradients, self.arriving(positions, use))
 
@@ -451,11 +481,11 @@ class Run:
 
     def put(self, tree: Any) -> Any:
         """Copy arrays to the memory of the state: host memory, if any of it is there."""
-        return jax.device_put(tree, self.there)
+        return host.put(tree, self.there)
 
     def input(self, stage: int, number: int, keep: bool) -> Any:
         """Copy an input to the device, and forget it unless it is needed again."""
-        x = jax.device_put(self.inputs[stage][number], self.here)
+        x = host.put(self.inputs[stage][number], self.here)
         if not keep:
             self.inputs[stage][number] = None
         return x
@@ -464,7 +494,7 @@ class Run:
         """Copy to the device what `use` needs of a stage."""
         rows = self.rows(key) if use == self.update else ()
         sums = self.sums.get(key) if use == self.square else self.sums.pop(key, None)
-        return jax.device_put({"rows": rows, "sums": sums}, self.here)
+        return host.put({"rows": rows, "sums": sums}, self.here)
 
     def rows(self, key: Any) -> list[Row]:
         """Return the arrays of the state of each leaf of a stage."""

@@ -177,7 +177,8 @@ def train_step(
       (params, state, batch) -> (loss, params, state), with (loss, aux) for loss if the model has
       aux and the batch is not divided. Jit it with `donate_argnums=(0, 1)`; it donates nothing by
       itself. With `offload` call it without jit: it compiles each stage, and donates params and
-      state.
+      state. `step.compile(params, state, batch)` compiles the stages ahead, from shapes: those of
+      the state are `offload(tx, model, params)` of the parameters' shapes.
 
     Raises:
       TypeError: if `model` or `each_gradient` is no function; for `layers` and `has_aux` with a
