@@ -46,6 +46,13 @@ def mesh(count: int = 1) -> Mesh:
     return Mesh(np.array(found.devices), ("one",), axis_types=(AxisType.Auto,))
 
 
+def cudnn() -> Any:
+    """Trace cuDNN's attention, whose version JAX reads from the library on this machine."""
+    # no public name: AttributeError if JAX moves it
+    name = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
+    return mock.patch(name, lambda: 90800)
+
+
 def compiled(
     on: Mesh,
     function: Callable[..., Any],

@@ -65,6 +65,23 @@ def visible(
     return mask
 
 
+@jax.custom_vjp
+def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of an embedding; gradients of a frequent token's thousand places are added in f32."""
+    return table[tokens]
+
+
+def _lookup_backward(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
+    table, tokens = kept
+    # zeros that depend on g: XLA may make others before the backward pass of the layers
+    zero, g = jax.lax.optimization_barrier((jnp.float32(0), g))
+    total = jnp.broadcast_to(zero, table.shape).at[tokens].add(g.astype(jnp.float32))
+    return total.astype(table.dtype), None
+
+
+lookup.defvjp(lambda table, tokens: (table[tokens], (table, tokens)), _lookup_backward)
+
+
 def capped(x: jax.Array, cap: float | None) -> jax.Array:
     """c tanh(x / c)."""
     return x if cap is None else cap * jnp.tanh(x / cap)
@@ -399,9 +416,7 @@ class Llama:
 
     def embedded(self, rest: Any, tokens: jax.Array) -> jax.Array:
         """What the first layer is given, [batch, length, width]."""
-        # read as f32, so that the gradients of a frequent token's thousand places are added in f32
-        table = rest["embed_tokens"]["embedding"].astype(jnp.float32)
-        x = table[tokens].astype(self.compute)
+        x = lookup(rest["embed_tokens"]["embedding"], tokens).astype(self.compute)
         if self.shape.gemma:
             x = x * jnp.asarray(self.shape.width**0.5, x.dtype)
         return self.constrain(x)

@@ -142,7 +142,7 @@ def test_nothing_fits(tmp_path):
     file.write_text(json.dumps(LLAMA_8B))
     with pytest.raises(SystemExit, match=r"lora needs the least memory: a GPU of 18\.3 GiB"):
         plan.main(["--params", str(file), "--gpu", "8GiB"])
-    with pytest.raises(SystemExit, match="With --sequence 16384, lora does"):
+    with pytest.raises(SystemExit, match="With --sequence 8192, offload does"):
         plan.main(["--params", str(file), "--gpu", "24GiB", "--sequence", "65536"])
     with pytest.raises(SystemExit, match="no matrices"):
         plan.main(["--params", str(file), "--gpu", "24GiB", "--lora", "nothing"])

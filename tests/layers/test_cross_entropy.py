@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.extend.core
@@ -243,6 +244,20 @@ def test_no_more_than_a_chunk_of_logits():
     for function in (loss, jax.grad(loss, (0, 1))):
         plan = jax.jit(function).lower(hidden, head, labels).compile().memory_analysis()
         assert plan.temp_size_in_bytes < 6 * 64 * vocab * 4 < tokens * vocab * 4 / 10
+
+
+def test_zeros_are_not_shared_with_a_tied_embeddings_gradient():
+    """Equal constants would be one array, in use during the whole backward pass."""
+    table = jnp.zeros((40, 8))
+
+    def loss(table):
+        return layers.linear_cross_entropy(
+            table[LABELS], table, LABELS, vocab_axis=0, chunk_tokens=4
+        )
+
+    text = jax.jit(jax.grad(loss)).lower(table).as_text()
+    of = re.findall(r"broadcast_in_dim (%\w+).*\(tensor<f32>\) -> tensor<40x8xf32>", text)
+    assert [name.startswith("%cst") for name in sorted(of)].count(True) == 1 < len(of)
 
 
 def test_vmap():

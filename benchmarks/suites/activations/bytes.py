@@ -3,17 +3,13 @@ that it reads and writes, with its kernels, compiled for an H100.
 
 JAX_PLATFORMS=cpu python -m benchmarks.run activation_passes --record   # jax[cuda12], and no GPU
 
-Nothing is run or timed: `benchmarks.absent_gpu` says what is counted. For cuDNN's attention, which
-asks for a device, stands a kernel of its arguments and results.
+Nothing is run or timed: `benchmarks.absent_gpu` says what is counted.
 """
 
 import argparse
 import collections
-import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +20,6 @@ from benchmarks.records import Rows
 from benchmarks.suites.activations import layers as activation_layers
 from benchmarks.suites.activations.layers import Layer, Params, Shape
 from optax_lowmem import memory
-from optax_lowmem._src.kernels import gpu_kernel
 
 # columns of Table 2, and what else there is: the sums that go past the layer
 COLUMNS = ("RMSNorm", "Act Func", "RoPE", "FlashAttn", "Linear", "Residual")
@@ -50,53 +45,22 @@ def by_column(report: memory.ActivationReport) -> dict[str, float]:
     return found
 
 
-# a kernel that XLA sees the arguments and results of, which it never runs
-_attention = functools.partial(gpu_kernel.launch, lambda *_: None, grid=(1,), warps=4)
-
-
-@jax.custom_vjp
-def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Stands for cuDNN's where nothing is run: [batch, length, heads, head] of the same."""
-    return _attention((q, k, v), [q], name="attention_forward")[0]
-
-
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-    sums = jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)  # of a row's exponentials
-    y, sums = _attention((q, k, v), [q, sums], name="attention_forward")
-    return y, (q, k, v, y, sums)
-
-
-def _backward(kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
-    dq, dk, dv = _attention((*kept, g), [*kept[:3]], name="attention_backward")
-    return dq, dk, dv
-
-
-attention.defvjp(_forward, _backward)
-
-
-def with_attention() -> Any:
-    """Trace with a kernel that stands for cuDNN's attention, which asks for a device."""
-    return mock.patch.object(
-        jax.nn, "dot_product_attention", lambda q, k, v, **_: attention(q, k, v)
-    )
-
-
 def abstract(name: str, shape: Shape, kind: str) -> tuple[Layer, Params, jax.ShapeDtypeStruct]:
     """A layer by its name, and the shapes of its parameters and input."""
     layer, params = activation_layers.make(name, shape, kind)
     x = jax.ShapeDtypeStruct((shape.batch, shape.length, shape.width), jnp.bfloat16)
-    with with_attention():
+    with absent_gpu.cudnn():
         return layer, jax.eval_shape(params), x
 
 
 def kept(shape: Shape, name: str, kind: str) -> memory.ActivationReport:
-    with with_attention() if kind == "cudnn" else contextlib.nullcontext():
+    with absent_gpu.cudnn():
         args = abstract(name, shape, kind)
         return memory.activation_report(*args, weights=0, unit=shape.unit)
 
 
 def program(on: Mesh, function: Callable[..., Any], *args: Any) -> str:
-    with with_attention():
+    with absent_gpu.cudnn():
         return absent_gpu.program(on, function, *args)
 
 

@@ -518,8 +518,12 @@ def _sweep_device(
 
     zeros = None
     if needed.head:
-        zeros = jnp.zeros(head.shape[::-1] if transposed else head.shape, f32_or_more(hidden, head))
-        zeros = varying.over(zeros, varying.axes_of(hidden, head, labels, scale))
+        # one zero that depends on hidden: XLA makes equal constants once, so zeros for the gradient
+        # of a tied embedding's lookup would exist from here to the end of the backward pass
+        zero = jnp.zeros((), f32_or_more(hidden, head))
+        zero = varying.over(zero, varying.axes_of(hidden, head, labels, scale))
+        zero = varying.after(zero, hidden)
+        zeros = jnp.broadcast_to(zero, head.shape[::-1] if transposed else head.shape)
     of_head, (losses, of_hidden) = lax.scan(body, zeros, tuple(given))
     if of_hidden is not None:
         of_hidden = _joined(of_hidden, axis, lead[-1])

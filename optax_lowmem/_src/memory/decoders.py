@@ -138,9 +138,9 @@ class Decoder:
         loss += 3 * stream
         if not trained:
             held = end = 0
-        elif accumulate and mode == RESIDENT:
-            # of head and embedding in f32; layers' are added before the embedding's
-            held = end = (4 if self.tied else 2) * table
+        elif accumulate and mode == RESIDENT:  # layers' are added before the embedding's
+            held = 2 * table  # of the head in f32
+            end = held + (2 * table if self.tied else 0)  # and of the embedding
         elif self.tied:
             held, end = 2 * table, 5 * table  # both in f32, and their sum
         else:
@@ -168,7 +168,9 @@ class Decoder:
             work = max(work - kept, 6 * self.hidden)
         scores = self.scores * sequence
         attention = (13 if self.caps else 10) * scores + 6 * self.hidden
-        return tokens * max(work + 6 * scores, attention)
+        # cuDNN adds the mask of packed rows to the scores: [batch, 1, sequence, sequence] in bf16
+        mask = 0 if self.scores else 2 * sequence
+        return tokens * (max(work + 6 * scores, attention) + mask)
 
 
 def decoder(config: Mapping[str, Any]) -> Decoder:
