@@ -346,7 +346,7 @@ def test_suite(finetune, folder, trained, tmp_path, monkeypatch):
     ]
     _, body, _ = suite.texts(rows)
     assert [text for _, text in body] == [
-        r"`0\| optax.adamw`", r"`12\| optax.adamw`", r"`12\| flash_adamw`", r"`12\| flash_adamw`"
+        r"0\| optax.adamw", r"12\| optax.adamw", r"12\| flash_adamw", r"12\| flash_adamw"
     ]  # fmt: skip
     (line,) = suite.packages(rows)[1]
     assert line == [f"packaging {suite.version('packaging')}", str(sum(ran[0][3:]))]
