@@ -65,13 +65,16 @@ def visible(
     return mask
 
 
-@jax.custom_vjp
-def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def lookup(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
     """Rows of an embedding; gradients of a frequent token's thousand places are added in f32."""
-    return table[tokens]
+    return table[tokens].astype(dtype)
 
 
-def _lookup_backward(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
+def _lookup_backward(
+    dtype: Any, kept: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, None]:
+    del dtype
     table, tokens = kept
     # zeros that depend on g: XLA may make others before the backward pass of the layers
     zero, g = jax.lax.optimization_barrier((jnp.float32(0), g))
@@ -79,7 +82,9 @@ def _lookup_backward(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[j
     return total.astype(table.dtype), None
 
 
-lookup.defvjp(lambda table, tokens: (table[tokens], (table, tokens)), _lookup_backward)
+lookup.defvjp(
+    lambda table, tokens, dtype: (lookup(table, tokens, dtype), (table, tokens)), _lookup_backward
+)
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:
@@ -416,7 +421,7 @@ class Llama:
 
     def embedded(self, rest: Any, tokens: jax.Array) -> jax.Array:
         """What the first layer is given, [batch, length, width]."""
-        x = lookup(rest["embed_tokens"]["embedding"], tokens).astype(self.compute)
+        x = lookup(rest["embed_tokens"]["embedding"], tokens, self.compute)
         if self.shape.gemma:
             x = x * jnp.asarray(self.shape.width**0.5, x.dtype)
         return self.constrain(x)

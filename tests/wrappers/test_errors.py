@@ -182,6 +182,8 @@ ARGUMENTS = {
         "every must be a number of micro-batches, at least 1, got": [
             functools.partial(lowmem.accumulate_gradients, optax.sgd(0.1), every, "bfloat16")
             for every in (0, -1, 2.0, True, "4")],
+        r"micro_batches must be a number of micro-batches, at least 1, got 0\.$": [
+            lambda: lowmem.value_and_grad(jnp.sum, 0)],
         "into must be one of bfloat16, moments, got 'float32'": [
             lambda: lowmem.accumulate_gradients(optax.sgd(0.1), 4, "float32")],
         "eps must be >= 0, got -0.1": [lambda: adamw(eps=-0.1)],

@@ -81,7 +81,7 @@ def brought(tree: Any) -> Any:
 
 
 def put(tree: Any, shardings: Any, **how: Any) -> Any:
-    """Copy arrays, as `jax.device_put` does; for shapes, return the shapes of the copies."""
+    """Copy a tree of arrays, as `jax.device_put` does; of shapes, return those of the copies."""
     if not has_shapes(tree):
         return jax.device_put(tree, shardings, **how)
     shardings = jax.tree.broadcast(shardings, tree)
@@ -131,19 +131,14 @@ class Stage:
     def __init__(self, function: Callable[..., Any], **how: Any):
         # without `keep_unused`, with which JAX 0.12 never frees a compiled program
         self.jitted = jax.jit(function, **how)
-        self.results: dict[Any, Any] = {}
 
     def __call__(self, *args: Any) -> Any:
         if not has_shapes(args):
             return self.jitted(*args)
-        leaves, treedef = jax.tree.flatten(args)
-        key = treedef, *leaves
-        if key not in self.results:
-            shapes = self.jitted.eval_shape(*args)
-            shardings = self.jitted.lower(*args).compile().output_shardings
-            committed = any(getattr(x, "sharding", None) is not None for x in leaves)
-            self.results[key] = put(shapes, shardings) if committed else shapes
-        return self.results[key]
+        shapes = self.jitted.eval_shape(*args)
+        shardings = self.jitted.lower(*args).compile().output_shardings  # which JAX caches
+        committed = any(getattr(x, "sharding", None) is not None for x in jax.tree.leaves(args))
+        return put(shapes, shardings) if committed else shapes
 
 
 # ---- work that is dispatched ahead ---------------------------------------------------------------

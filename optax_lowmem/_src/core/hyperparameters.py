@@ -27,12 +27,14 @@ def is_zero(value: object) -> bool:
     return isinstance(value, int | float) and value == 0
 
 
-def check_count(name: str, value: object, least: int, what: str) -> None:
+INJECT = " To inject hyperparameters, use lowmem.inject_hyperparams."  # which makes them arrays
+
+
+def check_count(name: str, value: object, least: int, what: str, advice: str = "") -> None:
     """Raise unless an option is an int of at least `least`; `what` is counted."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(
-            f"{name} must be a number of {what}, at least {least}, got {value!r}. To inject "
-            "hyperparameters, use lowmem.inject_hyperparams."
+            f"{name} must be a number of {what}, at least {least}, got {value!r}.{advice}"
         )
 
 
@@ -82,7 +84,7 @@ def _check_real(name: str, value: object, error: str) -> None:
 
 
 def as_f32(name: str, value: object) -> jax.Array:
-    """Convert a hyperparameter to an f32 scalar; raises for 16-bit values, schedules and arrays."""
+    """Convert a hyperparameter to f32; raises for 16-bit values, schedules, arrays and None."""
     if value is None:
         raise TypeError(f"the schedule of {name} returned None: let it return a number.")
     if callable(value):

@@ -209,7 +209,7 @@ def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str 
 
 
 def round_bits(x: jax.Array, key: jax.Array, dropped: int) -> jax.Array:
-    """Set `dropped` (at most 23) bits of f32 to zero, rounding stochastically and without bias.
+    """Set the `dropped` lowest bits of f32 (at most 23) to 0, rounding stochastically, unbiased.
 
     NaN and infinities are unchanged. The key is as from `leaf_key`.
     """

@@ -124,9 +124,11 @@ def report(
     name = None
     if baseline is None:
         # a ValueError: inside an optax wrapper, or without a counterpart in optax
+        other = tx
         with contextlib.suppress(ValueError):
-            if (plain := counterpart(tx, params)) is not tx:
-                name, baseline = counterpart_name(tx), plain
+            other = counterpart(tx, params)
+        if other is not tx:
+            name, baseline = counterpart_name(tx), other
     result = _report(tx, params)
     if baseline is None:
         return result

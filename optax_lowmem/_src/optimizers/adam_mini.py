@@ -215,6 +215,9 @@ def q_adam_mini(
         `Storage(mu=affine(), nu=linear(signed=False), group_size=256)`, where v of a leaf is
         flattened before it is grouped.
 
+    Returns:
+      A transformation whose `nu` has one value per block.
+
     Memory: 1.02 bytes of state per parameter and 4 per block (Table 3: mn + O(1)); 1 more per
     parameter for the correction of a 16-bit weight.
 
@@ -258,6 +261,9 @@ def flash_adam_mini(
     m is companded int8 in groups of 32 with stochastic rounding; v is f32, one value per block; a
     16-bit weight has an 8-bit correction. The arguments are those of `q_adam_mini`.
 
+    Returns:
+      A transformation whose `nu` has one value per block.
+
     Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes, and 4 bytes per block.
 
     Example:
@@ -290,6 +296,9 @@ def q_adamw(
     """8-bit AdamW in groups of 256, the baseline of Q-Adam-mini (Table 1: Q-AdamW).
 
     `flash_adamw` with m as int8 with a zero-point and sqrt(v) as uint8.
+
+    Returns:
+      An optax transformation.
 
     Memory: 2.03 bytes of state per parameter beside f32 weights (Table 3: 2mn).
 

@@ -136,6 +136,9 @@ def flash_lion(
       b1: weight of the momentum in the sign, in [0, 1).
       b2: decay of mu, in [0, 1).
 
+    Returns:
+      An optax transformation.
+
     Memory: 2.06 bytes of state beside a 2-byte weight (`optax.lion`: 4 beside 4).
 
     Example:

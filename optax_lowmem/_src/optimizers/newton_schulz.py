@@ -23,7 +23,7 @@ _DION = (
     (2.8366, -3.0525, 1.2012),
 )
 # Amsel et al., arXiv 2505.16932, Algorithm 1 with five iterations, for singular values from 1e-3 to
-# 1; divides them by 1.01, since rounding may leave them above 1, where these polynomials diverge.
+# 1. Each polynomial divides them by 1.01: rounding may leave them above 1, where it diverges.
 # Algorithm 1 divides the matrix by 1.01 of its norm besides, unlike Algorithm 2 and 'frobenius'.
 _POLAR_EXPRESS = tuple(
     (a / 1.01, b / 1.01**3, c / 1.01**5)

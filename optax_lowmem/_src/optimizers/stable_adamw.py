@@ -75,6 +75,9 @@ def stable_adamw(
       weight_decay: number, f32 scalar or schedule; decoupled, times the clipped rate.
       threshold: d, the largest RMS_t that is not clipped.
 
+    Returns:
+      An optax transformation.
+
     Raises:
       ValueError: for a hyperparameter out of range; inside a `shard_map` with `check_vma=False`.
       TypeError: for a 16-bit hyperparameter.

@@ -266,7 +266,7 @@ class Offloaded:
 
         Args:
           params: the parameters, or their shapes (`jax.ShapeDtypeStruct`), with the shardings that
-            the arrays will have, if any.
+            the arrays will have; without shardings, those of the first device.
           state: the state, or its shapes, which `release.offload(tx, model, params)` returns.
           batch: a batch, or its shapes.
         """
@@ -327,10 +327,10 @@ class Run:
         """Take the step; return (loss, params, state)."""
         losses: list[Any] = []
         number, at_once = self.step.micro_batches, self.step.at_once
+        batch = host.put(batch, self.here)  # committed, and copied once
         for begin in range(0, number, at_once):
             numbers = range(number)[begin:][:at_once]
             some = [_micro_batch(batch, np.int32(at), number) for at in numbers]
-            some = host.put(some, self.here)  # committed, whatever the batch is
             losses += self.one_pass(some, numbers[-1] == number - 1)
         loss = losses[0] if len(losses) == 1 else _mean(losses)
         return loss, *self.result(params, state)

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import context, numerics, random, trees, varying
 from optax_lowmem._src.core.compiled import is_eager
-from optax_lowmem._src.core.hyperparameters import check_choice, check_count
+from optax_lowmem._src.core.hyperparameters import INJECT, check_choice, check_count
 from optax_lowmem._src.core.sharding import reshard_like
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
@@ -68,7 +68,7 @@ def accumulate_gradients(
       >>> import optax_lowmem as lowmem
       >>> tx = lowmem.accumulate_gradients(lowmem.flash_adamw(3e-4), every=8, into="bfloat16")
     """
-    check_count("every", every, 1, "micro-batches")
+    check_count("every", every, 1, "micro-batches", INJECT)
     check_choice("into", into, ("bfloat16", "moments"))
     if into == "bfloat16":
         work = _Buffered(trees.wrapped(tx), every, seed)

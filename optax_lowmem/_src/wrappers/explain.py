@@ -20,7 +20,8 @@ _NO_SPLIT = "none: no optimizer splits this leaf, so steps under half an ulp of 
 class Explanation:
     """How an optimizer stores and steps a tree of parameters.
 
-    `steps` are the implementations on this machine; `warnings` are misuses, each with advice.
+    `decisions` are one for each slot of each leaf, `steps` the implementation of each leaf's step
+    on this machine, and `warnings` misuses, each with advice.
     """
 
     decisions: tuple[context.Decision, ...]

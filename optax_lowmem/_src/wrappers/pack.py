@@ -11,7 +11,7 @@ import optax
 
 from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core import packs as packing
-from optax_lowmem._src.core.hyperparameters import check_count
+from optax_lowmem._src.core.hyperparameters import INJECT, check_count
 from optax_lowmem._src.core.packs import Packs
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
 from optax_lowmem._src.core.sharding import Placement, placement_of
@@ -246,7 +246,7 @@ def pack_small_leaves(
       (7, 1)
     """
     trees.check_transformation(tx, "pack_small_leaves takes an optimizer, pack_small_leaves(tx).")
-    check_count("below", below, 0, "elements")
+    check_count("below", below, 0, "elements", INJECT)
     if not isinstance(tx, EngineTransformation):
         raise ValueError(
             "pack_small_leaves needs one of our optimizers, unwrapped, such as flash_adamw(...): "

@@ -163,6 +163,9 @@ def split_master_weights(
       group_size: number of neighbors on the last axis that share a part of the hash; a fused
         optimizer whose `Storage` has the same group size draws the same bits.
 
+    Returns:
+      An optax transformation.
+
     Raises:
       ValueError: for other `bits`, if `params` is missing, or around an optimizer that splits.
 

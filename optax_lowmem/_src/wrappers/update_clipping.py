@@ -133,6 +133,9 @@ def update_clipping(
       eps: the optimizer's eps.
       threshold: d, the largest RMS_t that is not clipped.
 
+    Returns:
+      An optax transformation.
+
     Raises:
       ValueError: in `init`, for an optimizer that splits master weights, or whose state has no
         second moment, more than one, or one stored as codes.
