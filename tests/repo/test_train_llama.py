@@ -298,3 +298,14 @@ def test_what_suits_a_gpu(llama, monkeypatch, flags, attention, activations, kep
     assert found.unroll == (1 if "--release" in flags else 16)
     assert found.quantize_once == ("--accumulate" in flags)
     assert llama.choose.resolved(settings, 62 * 2**30, size).remat == "full"
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_the_gradient_of_an_embedding_is_summed_in_f32(llama, compute):
+    """Of a bf16 table: rounded once, after the places of a token are added."""
+    lookup = llama.model.lookup
+    table, tokens = jnp.zeros((4, 8), jnp.bfloat16), jnp.arange(1000) % 3
+    g = jax.random.normal(jax.random.key(0), (1000, 8)).astype(compute)
+    _, pull = jax.vjp(lambda table: lookup(table, tokens, g.dtype), table)
+    wanted = jnp.zeros((4, 8)).at[tokens].add(g.astype(jnp.float32))
+    np.testing.assert_array_equal(*(np.float32(x.astype(jnp.bfloat16)) for x in (*pull(g), wanted)))
