@@ -405,7 +405,7 @@ class Run:
             dxs.append(dx)
             self.running.add(dx)
         self.finish_rest(-1, total, use)
-        of_rest = total = None  # delete the references, which would keep the arrays in memory
+        of_rest = total = None  # so that the arrays are freed
         for path, i in reversed(self.layers):
             arrived, weights = next(coming), self.layer(path, i)
             for m, batch in enumerate(batches):

@@ -1,4 +1,4 @@
-"""Whether host memory has room for what offloaded training keeps there."""
+"""Check that host memory is large enough for the arrays of offloaded training."""
 
 import os
 from pathlib import Path

@@ -19,7 +19,7 @@ from optax_lowmem._src.release.model import LayerFunction, Parts, Stack, Unchang
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What `Layered` is to a step, traced from a loss function for one shape of its arguments."""
+    """A loss function traced for one shape of its arguments, with the interface of `Layered`."""
 
     first: Callable[[Any, Any], Any]  # (rest, known) -> x
     # by name, stages (weights, rest, x, known) -> x. Those named in the stacks of the parts run

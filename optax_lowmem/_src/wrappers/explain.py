@@ -37,10 +37,10 @@ class Explanation:
         for d in self.decisions:
             by_path[d.path].append(f"  {d.slot:<10}  {d.form or '-':<16}  {d.reason}")
         merged: dict[tuple[str, ...], list[str]] = {}  # leaves with equal slots
-        for path, slots in by_path.items():
-            merged.setdefault(tuple(slots), []).append(path)
-        for of_leaves, paths in merged.items():
-            lines += [trees.some_of(paths), *of_leaves]
+        for path, rows in by_path.items():
+            merged.setdefault(tuple(rows), []).append(path)
+        for slots, paths in merged.items():
+            lines += [trees.some_of(paths), *slots]
         ways = collections.Counter((d.form, d.reason) for d in self.steps)
         lines += [f"{form} updates {n} of {len(self.steps)} leaves: {reason}"
                   for (form, reason), n in ways.items()]  # fmt: skip
