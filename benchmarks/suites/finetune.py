@@ -179,7 +179,7 @@ def losses(of: dict[str, dict[int, dict[str, Any]]]) -> dict[int, float]:
 
 
 def label(impl: str) -> str:
-    """What a table calls a run."""
+    """Return the name of a run in tables."""
     name, _, rate = impl.partition(" lr=")
     return NAMES[name] + (f", rate {rate}" if rate else "")
 

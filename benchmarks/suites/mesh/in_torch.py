@@ -1,9 +1,9 @@
-"""Training of Hugging Face's Llama in torch with FSDP2, as `scaling` has it beside ours.
+"""Training of Hugging Face's Llama in torch with FSDP2, which `scaling` compares with ours.
 
     python -m benchmarks.suites.mesh.in_torch torch-fsdp2 8b 1 2048 20 4
 
 20 steps of batch 1 per GPU and sequence 2048, of new random tokens each, on 4 GPUs, one process
-each; on CPUs without a GPU, by gloo. It prints a line of JSON. As torchtitan has it, each block is
+each; without GPUs, on CPUs by gloo. It prints a line of JSON. As in torchtitan, each block is
 compiled, `fully_shard`ed and gathered in bf16 in the forward and again in the backward pass.
 `torch-fsdp2`: f32 weights and fused AdamW, gradients summed in f32. `+8bit`, `+flash`: bf16 weights
 with torchao's AdamW8bit, or flashoptim's FlashAdamW. `+float8`: blocks multiply and are gathered in
@@ -38,7 +38,7 @@ def _in_bf16(name: str) -> bool:
 
 
 def sharded(name: str, shape: Any, sequence: int, device: Any) -> Any:
-    """The model, as this process of the default group has it."""
+    """Return the model, sharded over the processes of the default group."""
     import torch
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -130,7 +130,7 @@ def stepper(name: str, shape: Any, batch: int, sequence: int, device: Any) -> Ca
 
 
 def measured(step: Callable[[], Any], steps: int) -> tuple[list[float], list[float]]:
-    """Losses, and times when they came, while the device was at the step after."""
+    """Return the losses and the times at which they were read, one step behind the device."""
     import torch
 
     losses, times, under_way = [], [time.perf_counter()], step()
