@@ -189,8 +189,8 @@ def compare(case: Case, found: list[Result], approximate: bool = False) -> None:
         plan, leaf, result = case.plans[i], case.leaves[i], found[i]
         any_sign = undecided(case, i)
         expanded = any(slot.codec and "expanded" in slot.codec.name for slot in plan.slots)
-        exact = tolerances.REORDERED_STEP
-        of_step = tolerances.APPROXIMATE_STEP if approximate and expanded else exact
+        loose = approximate and expanded
+        step = tolerances.APPROXIMATE_STEP if loose else tolerances.REORDERED_STEP
         _compare_state(plan, state, result.state)
         if plan.writes_weight and not plan.returns_params:
             given = reference.update_towards(result.update, leaf.p, plan.update_dtype)
@@ -201,7 +201,7 @@ def compare(case: Case, found: list[Result], approximate: bool = False) -> None:
             stays = (np.asarray(update) == 0) & (np.asarray(given) == 0) & ~any_sign
             assert np.signbit(np.asarray(given))[stays].all()
         both = (update, state.correction), (given, result.state.correction)
-        _compare_weights(plan, leaf, any_sign, of_step, *both)
+        _compare_weights(plan, leaf, any_sign, step, *both)
 
 
 def undecided(case: Case, i: int) -> np.ndarray:
