@@ -234,8 +234,8 @@ def micro_batch(batch: Any, at: Any, number: int) -> Any:
 
 _micro_batch = Stage(micro_batch, static_argnums=2)
 _mean = Stage(lambda losses: sum(x.astype(jnp.float32) for x in losses) / len(losses))
-_zeros_like = Stage(lambda x: jnp.zeros_like(x))
-_incremented = Stage(lambda count: optax.safe_increment(count))
+_zeros_like = Stage(jnp.zeros_like)
+_incremented = Stage(optax.safe_increment)
 
 
 @dataclasses.dataclass
