@@ -1,9 +1,11 @@
-"""One of the processes of test_multiprocess.py: `multiprocess_worker.py FOLDER PORT INDEX`.
+"""A process of test_multiprocess.py: `multiprocess_worker.py FOLDER PORT INDEX PLATFORM`.
 
-Each trains the same parameters twice, on one device of its own and sharded over the devices of
-all, compares what it holds, saves, and restores to another layout. A failed check ends it.
+It has two CPU devices, or the GPU that it sees. Each process trains the same parameters twice, on
+one device of its own and sharded over the devices of all, compares what it holds, saves, and
+restores to another layout. A failed check ends it.
 """
 
+import contextlib
 import functools
 import sys
 from pathlib import Path
@@ -23,21 +25,28 @@ from optax_lowmem._src.step import gpu
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 
-PROCESSES, DEVICES, STEPS = 2, 2, 10
+PROCESSES, STEPS = 2, 10
+DEVICES = {"cpu": 2, "cuda": 1}  # of a process
 SHAPES = {"embed": (128, 96), "layers": (4, 64, 128), "norm": (64,)}
 FSDP = {"embed": P("fsdp"), "layers": P(None, None, "fsdp"), "norm": P("fsdp")}
 OTHER = {"embed": P("a", "b"), "layers": P(("b", "a")), "norm": P()}
 
 
-def start(port, index):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+def start(port, index, platform):
+    jax.config.update("jax_platforms", platform)
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", DEVICES[platform])
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         f"localhost:{port}", PROCESSES, index, initialization_timeout=60,
         heartbeat_timeout_seconds=30,
     )  # fmt: skip
-    assert (jax.process_count(), jax.device_count()) == (PROCESSES, PROCESSES * DEVICES)
+    assert (jax.process_count(), jax.local_device_count()) == (PROCESSES, DEVICES[platform])
+    assert jax.device_count() == PROCESSES * DEVICES[platform]
+
+
+def options():
+    return SAME_BITS if jax.default_backend() == "cpu" else None
 
 
 def mesh_of(**axes):
@@ -66,18 +75,19 @@ def training(tx, shardings=None):
 
         return jax.lax.scan(one, (params, state), grads)[0]
 
-    return jax.jit(run, out_shardings=shardings, compiler_options=SAME_BITS)
+    return jax.jit(run, out_shardings=shardings, compiler_options=options())
 
 
 def stepped_by_kernel(tx, shardings, grads, start):
-    """A step by the GPU's kernel, interpreted: each device has that of its shards."""
+    """A step by the GPU's kernel, interpreted on a CPU: each device has that of its shards."""
     launch = gpu.launch
-    with (
-        mock.patch.object(platform, "no_device_reason", lambda: None),
-        mock.patch.object(gpu, "launch", lambda *args, backend: launch(*args, backend="interpret")),
-    ):
+    with contextlib.ExitStack() as patched:
+        if jax.default_backend() == "cpu":
+            interpreted = lambda *args, backend: launch(*args, backend="interpret")  # noqa: E731
+            patched.enter_context(mock.patch.object(platform, "no_device_reason", lambda: None))
+            patched.enter_context(mock.patch.object(gpu, "launch", interpreted))
         step = functools.partial(lowmem.step, tx, implementation="pallas")
-        jitted = jax.jit(step, out_shardings=shardings, compiler_options=SAME_BITS)
+        jitted = jax.jit(step, out_shardings=shardings, compiler_options=options())
         return jitted(grads, start[1], start[0])
 
 
@@ -102,18 +112,18 @@ def check(found, wanted, shardings):
         assert (x.shape, x.dtype) == (y.shape, y.dtype), name
         assert x.sharding.is_equivalent_to(sharding, x.ndim), f"{name} lies as {x.sharding}"
         shards = x.addressable_shards
-        assert len(shards) == DEVICES, name
+        assert len(shards) == jax.local_device_count(), name
         for shard in shards:
             here = np.asarray(shard.data)
             assert here.tobytes() == y[shard.index].tobytes(), f"{name} differs in {shard.index}"
 
 
 def nearly(found, wanted):
-    """The values wanted, or in JAX 0.12 those found if almost all are equal.
+    """The values wanted; on CPUs with JAX 0.12, those found if almost all are equal.
 
     There XLA contracts other multiply-adds of a part than of the whole.
     """
-    if jax.__version_info__ < (0, 12):
+    if jax.default_backend() != "cpu" or jax.__version_info__ < (0, 12):
         return wanted
     gathered = multihost_utils.process_allgather(found, tiled=True)
     for one, other in zip(jax.tree.leaves(gathered), jax.tree.leaves(wanted), strict=True):
@@ -121,15 +131,15 @@ def nearly(found, wanted):
     return jax.tree.map(np.asarray, gathered)
 
 
-def main(folder, port, index):
-    start(port, index)
+def main(folder, port, index, platform):
+    start(port, index, platform)
     tx = lowmem.flash_adamw(1e-2)
     assert tx.engine.storage.rounding == "stochastic"
     params, state = lowmem.init(tx, {k: jnp.asarray(v) for k, v in masters().items()})
     wanted = jax.tree.map(np.asarray, training(tx)(params, state, gradients()))
     assert not np.array_equal(wanted[0]["embed"], params["embed"])
 
-    mesh = mesh_of(fsdp=PROCESSES * DEVICES)
+    mesh = mesh_of(fsdp=jax.device_count())
     of_params = {name: NamedSharding(mesh, spec) for name, spec in FSDP.items()}
     shardings = of_params, state_shardings(tx, params, of_params)
     assert shardings[1].mu_scale["embed"].spec == P("fsdp", None)
@@ -147,7 +157,7 @@ def main(folder, port, index):
 
     checkpoint.save(folder, tx, *found, step=STEPS)
     multihost_utils.sync_global_devices("saved")
-    other = mesh_of(a=2, b=2)
+    other = mesh_of(a=2, b=jax.device_count() // 2)
     of_params = {name: NamedSharding(other, spec) for name, spec in OTHER.items()}
     shardings = of_params, state_shardings(tx, params, of_params)
     like = {
@@ -162,4 +172,4 @@ def main(folder, port, index):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

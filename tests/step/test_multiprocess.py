@@ -1,4 +1,4 @@
-"""Two processes with two devices each: the bits of one device, and a checkpoint of both."""
+"""Two processes, each with its devices: the bits of one device, and a checkpoint of both."""
 
 import os
 import socket
@@ -6,6 +6,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import jax
+import pytest
 
 REPO = Path(__file__).parents[2]
 WORKER = Path(__file__).parents[1] / "multiprocess_worker.py"
@@ -27,15 +30,21 @@ def wait(processes, until):
         time.sleep(0.1)
 
 
-def test_a_mesh_over_two_processes(tmp_path):
-    env = {**os.environ, "PYTHONPATH": str(REPO), "JAX_PLATFORMS": "cpu"}
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_mesh_over_two_processes(tmp_path, platform):
+    if platform == "cuda" and jax.device_count() < PROCESSES:
+        pytest.skip("needs a GPU for each process")
+    env = {**os.environ, "PYTHONPATH": str(REPO), "JAX_PLATFORMS": platform}
+    env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # this process has the GPUs too
     port, logs, processes = free_port(), [tmp_path / f"{i}.log" for i in range(PROCESSES)], []
     try:
         for i, log in enumerate(logs):
-            command = [sys.executable, str(WORKER), str(tmp_path / "saved"), str(port), str(i)]
+            own = {"CUDA_VISIBLE_DEVICES": str(i)} if platform == "cuda" else {}
+            words = [str(tmp_path / "saved"), str(port), str(i), platform]
+            command = [sys.executable, str(WORKER), *words]
             with log.open("w") as file:
                 processes.append(
-                    subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+                    subprocess.Popen(command, env=env | own, stdout=file, stderr=subprocess.STDOUT)
                 )
         wait(processes, time.monotonic() + LIMIT)
     finally:
