@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import optax
-from _gpt.config import ModelShape
+from _gpt.config import ModelShape, hidden
 from _gpt.train import stored_dtype
 from _llama.config import FP8, STANDARD
 from _llama.config import PRESETS as LLAMAS
@@ -17,7 +17,7 @@ from _llama.config import PRESETS as LLAMAS
 import optax_lowmem as lowmem
 from optax_lowmem import Storage, codecs
 
-ADAM, LION = "adam", "lion"
+ADAM, LION, MUON = "adam", "lion", "muon"
 Factory = Callable[..., optax.GradientTransformation]
 
 
@@ -33,7 +33,7 @@ class Variant:
 
     @property
     def plain(self) -> bool:
-        return getattr(self.make, "func", self.make) in (optax.adamw, optax.lion, _scaled)
+        return getattr(self.make, "func", self.make) in (optax.adamw, optax.lion, _scaled, _muon)
 
     @property
     def dtype(self) -> Any:
@@ -44,6 +44,26 @@ class Variant:
 def _scaled(by: float, schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
     """AdamW with so many times the learning rate."""
     return optax.adamw(lambda count: by * schedule(count), **arguments)
+
+
+def _arguments_of_muon(
+    b1: float, b2: float, weight_decay: float, mask: Any, **more: Any
+) -> dict[str, Any]:
+    """AdamW's arguments as Muon's: its rates and decays fit updates of an RMS of 0.2."""
+    adam = {"adam_b1": b1, "adam_b2": b2, "muon_weight_dimension_numbers": hidden}
+    return (
+        {"weight_decay": weight_decay, "weight_decay_mask": mask, "consistent_rms": 0.2}
+        | adam
+        | more
+    )
+
+
+def _muon(schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
+    return optax.contrib.muon(schedule, **_arguments_of_muon(**arguments))
+
+
+def _flash_muon(schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
+    return lowmem.flash_muon(schedule, **_arguments_of_muon(**arguments))
 
 
 def _plain(says: str, make: Factory = optax.adamw, rule: str = ADAM, **more: Any) -> Variant:
@@ -111,6 +131,21 @@ VARIANTS: dict[str, Variant] = {
     "flash_lion-paper": Variant(
         "flash_lion as published", LION, functools.partial(lowmem.flash_lion, storage=_PAPER)
     ),
+    "muon": _plain("Muon, f32", _muon, MUON),
+    "flash_muon": Variant("flash_muon", MUON, _flash_muon),
+    "flash_muon-turbo": Variant(
+        "flash_muon, four iterations (`turbo`)",
+        MUON,
+        functools.partial(_flash_muon, ns_coeffs="turbo", preconditioning="aol"),
+    ),
+    "flash_muon-polar": Variant(
+        "flash_muon, Polar Express",
+        MUON,
+        functools.partial(_flash_muon, ns_coeffs="polar_express"),
+    ),
+    "flash_muon-normuon": Variant(
+        "flash_muon, NorMuon", MUON, functools.partial(_flash_muon, normuon_b2=0.95)
+    ),
 }
 # COAT's other half: each of these with FP8 activations too
 VARIANTS |= {
@@ -119,7 +154,7 @@ VARIANTS |= {
     )
     for name in ("adamw", "split", "coat_adamw", "coat_adamw-f32")
 }
-BASES = {ADAM: "adamw", LION: "lion"}
+BASES = {ADAM: "adamw", LION: "lion", MUON: "muon"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +220,16 @@ GPT_42M = Pairs(
     rates={ADAM: 1e-3, LION: 3e-4}, betas={ADAM: (0.9, 0.99), LION: (0.9, 0.99)},
     decays={ADAM: 0.1, LION: 0.5}, warm_up=1 / 20, floor=1 / 20,
 )  # fmt: skip
+# the same, with Muon too, and rates to be found
+GPT_42M_MUON = dataclasses.replace(
+    GPT_42M, preset="gpt-42m-muon", rates={ADAM: 1e-3, MUON: 1e-3},
+    betas={ADAM: (0.9, 0.99), MUON: (0.9, 0.99)}, decays={ADAM: 0.1, MUON: 0.1},
+)  # fmt: skip
+GPT2_124M_MUON = dataclasses.replace(
+    GPT2_124M_300, preset="gpt2-124m-muon", warm_up=0.1, held_out_batches=4,
+    rates={ADAM: 6e-4, MUON: 6e-4}, betas={ADAM: (0.9, 0.95), MUON: (0.9, 0.95)},
+    decays={ADAM: 0.1, MUON: 0.1},
+)  # fmt: skip
 LLAMA_58M = dataclasses.replace(
     GPT_42M, preset="llama-58m", model="llama", shape=LLAMAS["60m"].shape, attention="cudnn"
 )
@@ -200,7 +245,12 @@ _SMOKE = Pairs(
     tokenizer="byte", compute="float32",
 )  # fmt: skip
 _LLAMA = dataclasses.replace(LLAMAS["tiny"].shape, layers=2)
-PRESETS = {run.preset: run for run in (GPT2_124M, GPT2_124M_300, GPT_42M, LLAMA_58M, LLAMA_134M)}
+PRESETS = {
+    run.preset: run
+    for run in (
+        GPT2_124M, GPT2_124M_300, GPT2_124M_MUON, GPT_42M, GPT_42M_MUON, LLAMA_58M, LLAMA_134M
+    )
+}  # fmt: skip
 PRESETS |= {
     f"smoke-{name}": dataclasses.replace(_SMOKE, preset=f"smoke-{name}", model=name, **more)
     for name, more in (("gpt2", {}), ("gpt2-qk", {}), ("gpt", {}), ("llama", {"shape": _LLAMA}))

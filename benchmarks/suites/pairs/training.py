@@ -25,7 +25,7 @@ import optax_lowmem as lowmem
 from benchmarks import records, training
 from benchmarks.suites.pairs import states
 from benchmarks.suites.pairs.gpt2 import GPT2
-from benchmarks.suites.pairs.presets import BASES, PRESETS, VARIANTS, Pairs
+from benchmarks.suites.pairs.presets import ADAM, BASES, LION, PRESETS, VARIANTS, Pairs
 from benchmarks.training import Curve, Part, Program, changed, parser
 
 CLIP = 1.0
@@ -83,7 +83,7 @@ class Experiment(training.Experiment):
     def look(self, evaluate: Any, params: Any, state: Any) -> dict[str, Any]:
         groups = np.asarray(evaluate(params, self.text.held_out))
         found = {"val_loss": groups.mean(dtype=np.float64), "val_groups": groups}
-        return found | (states.errors(state) if self.variant == self.base else {})
+        return found | (states.errors(state) if self.variant in (BASES[ADAM], BASES[LION]) else {})
 
     def fields(self, curves: Curve) -> dict[str, Any]:
         """The losses of groups at the end, which give an interval."""

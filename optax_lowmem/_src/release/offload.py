@@ -327,7 +327,7 @@ class Run:
         """Take the step; return (loss, params, state)."""
         losses: list[Any] = []
         number, at_once = self.step.micro_batches, self.step.at_once
-        batch = host.put(batch, self.here)  # committed, and copied once
+        batch = self.bring(batch)  # committed, and copied once
         for begin in range(0, number, at_once):
             numbers = range(number)[begin:][:at_once]
             some = [_micro_batch(batch, np.int32(at), number) for at in numbers]
@@ -397,13 +397,14 @@ class Run:
         order = [(at, m) for at in reversed(range(len(self.inputs))) for m in range(len(batches))]
         inputs = host.ahead(order, lambda at: self.input(*at, keep=use == self.square))
         coming = host.ahead(reversed(self.layers), lambda key: self.arriving(key, use))
+        # an embedding or head has the largest gradient: its micro-batches and the copy of its state
+        # wait for each other, which takes less memory and about as long
         losses, dxs = [], []
         total: Any = None
         for batch in batches:
             loss, total, dx = programs.last(self.rest, next(inputs), batch, total)
             losses.append(loss)
-            dxs.append(dx)
-            self.running.add(dx)
+            dxs.append(jax.block_until_ready(dx))
         self.finish_rest(-1, total, use)
         of_rest = total = None  # so that the arrays are freed
         for path, i in reversed(self.layers):
@@ -421,7 +422,7 @@ class Run:
                 self.finish_rest(1 + stacks.index(path), of_rest, use)
                 of_rest = None
         for dx, batch in zip(dxs, batches, strict=True):
-            total = programs.back_first(self.rest, dx, batch, total)
+            total = jax.block_until_ready(programs.back_first(self.rest, dx, batch, total))
         self.finish_rest(0, total, use)
         return losses
 
@@ -433,7 +434,7 @@ class Run:
         if positions := tuple(schedule.due[stage]):
             rest = self.rest
             unread = {at: _zeros_like(rest[at]) for at in positions if at not in self.totals}
-            unread = host.put(unread, self.here)
+            unread = self.bring(unread)
             gradients = [unread.get(at, self.totals.pop(at, None)) for at in positions]
             use(positions, gradients, self.arriving(positions, use))
 
@@ -441,25 +442,25 @@ class Run:
 
     def square(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
         """Square gradients, for their norm."""
-        self.squares.append(self.programs.squares(self.complete(gradients, arrived)))
+        self.squares.append(self.programs.squares(self.complete(key, gradients, keep=True)))
 
     def store(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
         """Add gradients to their sum over micro-batches, and keep it in the memory of the state."""
-        self.sums[key] = self.put(self.complete(gradients, arrived))
+        self.sums[key] = self.put(self.complete(key, gradients))
         self.leaving.add(self.sums[key])
 
     def update(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
-        gradients = self.complete(gradients, arrived)
+        gradients = self.complete(key, gradients)
         of_step = self.state.count, self.state.seed, self.factor
         indices, layer = self.leaves_of(key)
         leaves = [self.weights[i] for i in indices]
         if layer is None:
             leaves, rows = self.programs.update_rest(
-                key, leaves, arrived["rows"], gradients, *of_step
+                key, leaves, arrived, gradients, *of_step
             )
         else:
             leaves, rows = self.programs.update_layer(
-                key[0], leaves, weights, arrived["rows"], gradients, np.int32(layer), *of_step
+                key[0], leaves, weights, arrived, gradients, np.int32(layer), *of_step
             )
         for i, leaf in zip(indices, leaves, strict=True):
             self.weights[i] = leaf
@@ -473,9 +474,10 @@ class Run:
                     self.columns[name][i][layer] = x
         self.leaving.add(rows, [x for x in jax.tree.leaves(before) if host.is_on_host(x)])
 
-    def complete(self, gradients: Any, arrived: Any) -> Any:
-        """Return gradients with those of the passes before added."""
-        return self.programs.add(gradients, arrived["sums"]) if arrived["sums"] else gradients
+    def complete(self, key: Any, gradients: Any, keep: bool = False) -> Any:
+        """Return gradients with those of the passes before added; `keep` these for another time."""
+        sums = self.sums.get(key) if keep else self.sums.pop(key, None)
+        return gradients if sums is None else self.programs.add(gradients, self.bring(sums))
 
     # ---- copies ----
 
@@ -485,16 +487,18 @@ class Run:
 
     def input(self, stage: int, number: int, keep: bool) -> Any:
         """Copy an input to the device, and forget it unless it is needed again."""
-        x = host.put(self.inputs[stage][number], self.here)
+        x = self.bring(self.inputs[stage][number])
         if not keep:
             self.inputs[stage][number] = None
         return x
 
+    def bring(self, tree: Any) -> Any:
+        """Copy arrays to the device."""
+        return host.put(tree, self.here)
+
     def arriving(self, key: Any, use: Callable[..., None]) -> Any:
-        """Copy to the device what `use` needs of a stage."""
-        rows = self.rows(key) if use == self.update else ()
-        sums = self.sums.get(key) if use == self.square else self.sums.pop(key, None)
-        return host.put({"rows": rows, "sums": sums}, self.here)
+        """Copy to the device the state of a stage, if `use` needs it."""
+        return self.bring(self.rows(key)) if use == self.update else None
 
     def rows(self, key: Any) -> list[Row]:
         """Return the arrays of the state of each leaf of a stage."""
