@@ -160,11 +160,19 @@ class RunAhead:
         """
         self._stages.append((results, consumed))
         if len(self._stages) == _AHEAD:
-            results, consumed = self._stages.popleft()
-            jax.block_until_ready(results)
-            for x in jax.tree.leaves(consumed):
-                if isinstance(x, jax.Array):
-                    x.delete()
+            self._wait()
+
+    def drain(self) -> None:
+        """Wait for all stages, and delete what they consumed."""
+        while self._stages:
+            self._wait()
+
+    def _wait(self) -> None:
+        results, consumed = self._stages.popleft()
+        jax.block_until_ready(results)
+        for x in jax.tree.leaves(consumed):
+            if isinstance(x, jax.Array):
+                x.delete()
 
 
 def ahead(items: Iterable[Item], bring: Callable[[Item], Any]) -> Iterator[Any]:

@@ -217,7 +217,11 @@ class Programs:
         self.first, self.forward = Stage(first), Stage(forward, static_argnums=0)
         self.last = Stage(last, donate_argnums=3)
         self.back_first = Stage(back_first, donate_argnums=3)
-        self.back = Stage(back, static_argnums=0, donate_argnums=6)
+        # A layer's dx takes the place of the one before, lest small arrays divide the free memory;
+        # but not in a pass of one micro-batch, where `RunAhead` has to wait for the one before.
+        number, at_once = step.micro_batches, step.at_once
+        alone = 1 in (number, at_once, number % at_once)
+        self.back = Stage(back, static_argnums=0, donate_argnums=6 if alone else (4, 6))
         self.update_layer = Stage(update_layer, static_argnums=0, donate_argnums=(1, 3))
         self.update_rest = Stage(update_rest, static_argnums=0, donate_argnums=(1, 2))
         self.add = Stage(added, donate_argnums=0)
@@ -421,6 +425,7 @@ class Run:
             if i == 0:
                 self.finish_rest(1 + stacks.index(path), of_rest, use)
                 of_rest = None
+        self.leaving.drain()  # memory, for the largest gradient
         for dx, batch in zip(dxs, batches, strict=True):
             total = jax.block_until_ready(programs.back_first(self.rest, dx, batch, total))
         self.finish_rest(0, total, use)
@@ -455,9 +460,7 @@ class Run:
         indices, layer = self.leaves_of(key)
         leaves = [self.weights[i] for i in indices]
         if layer is None:
-            leaves, rows = self.programs.update_rest(
-                key, leaves, arrived, gradients, *of_step
-            )
+            leaves, rows = self.programs.update_rest(key, leaves, arrived, gradients, *of_step)
         else:
             leaves, rows = self.programs.update_layer(
                 key[0], leaves, weights, arrived, gradients, np.int32(layer), *of_step
