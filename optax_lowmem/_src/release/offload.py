@@ -138,7 +138,8 @@ class Programs:
         parts = plans.parts
         self.has_room = False  # host memory, for inputs and gradients
         self.schedule = stages.Schedule.make(model, parts, batch)
-        self.input_bytes = trees.nbytes(jax.eval_shape(model.first, parts.rest(), batch))
+        x = jax.eval_shape(model.first, parts.rest(), batch)
+        self.input_bytes = trees.nbytes(x)
         reading = self.schedule.reading
 
         def of(rest: list[jax.Array]) -> Parts:
@@ -215,13 +216,15 @@ class Programs:
             return clipping_factor(step.optimizer.clip, jnp.sqrt(sum(squares)), optax.EmptyState())
 
         self.first, self.forward = Stage(first), Stage(forward, static_argnums=0)
-        self.last = Stage(last, donate_argnums=3)
-        self.back_first = Stage(back_first, donate_argnums=3)
-        # A layer's dx takes the place of the one before, lest small arrays divide the free memory;
-        # but not in a pass of one micro-batch, where `RunAhead` has to wait for the one before.
+        # dx takes the place of the last stage's x, and that of a layer the place of the one before,
+        # lest small arrays divide the free memory; but not in a pass of one micro-batch, where
+        # `RunAhead` has to wait for the one before
+        all_floats = all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(x))
+        self.last = Stage(last, donate_argnums=(1, 3) if all_floats else 3)
         number, at_once = step.micro_batches, step.at_once
         alone = 1 in (number, at_once, number % at_once)
         self.back = Stage(back, static_argnums=0, donate_argnums=6 if alone else (4, 6))
+        self.back_first = Stage(back_first, donate_argnums=3)
         self.update_layer = Stage(update_layer, static_argnums=0, donate_argnums=(1, 3))
         self.update_rest = Stage(update_rest, static_argnums=0, donate_argnums=(1, 2))
         self.add = Stage(added, donate_argnums=0)
@@ -403,10 +406,11 @@ class Run:
         coming = host.ahead(reversed(self.layers), lambda key: self.arriving(key, use))
         # an embedding or head has the largest gradient: its micro-batches and the copy of its state
         # wait for each other, which takes less memory and about as long
-        losses, dxs = [], []
+        self.running.drain()
+        losses, dxs, xs = [], [], [next(inputs) for _ in batches]
         total: Any = None
-        for batch in batches:
-            loss, total, dx = programs.last(self.rest, next(inputs), batch, total)
+        for x, batch in zip(xs, batches, strict=True):
+            loss, total, dx = programs.last(self.rest, x, batch, total)
             losses.append(loss)
             dxs.append(jax.block_until_ready(dx))
         self.finish_rest(-1, total, use)
@@ -490,7 +494,7 @@ class Run:
 
     def input(self, stage: int, number: int, keep: bool) -> Any:
         """Copy an input to the device, and forget it unless it is needed again."""
-        x = self.bring(self.inputs[stage][number])
+        x = host.put(self.inputs[stage][number], self.here, may_alias=not keep)
         if not keep:
             self.inputs[stage][number] = None
         return x
