@@ -38,6 +38,7 @@ try:
         allow_pinned_memory,
         compute_dtype,
         is_out_of_memory,
+        out_of_memory_message,
         positive,
     )
     from _gpt.train import check_implementation
@@ -452,7 +453,8 @@ def main(arguments: list[str] | None = None) -> Run:
             raise
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
         told = advice(args, limit) if args.optimizer in lowmem.OPTIMIZERS else str(error)
-        print(f"out of memory: {str(error).splitlines()[0]}\n{told}", file=sys.stderr)
+        message = out_of_memory_message(error, args.offload)
+        print(f"out of memory: {message}\n{told}", file=sys.stderr)
         raise SystemExit(OUT_OF_MEMORY) from None
     if run.step == args.steps:
         generate(run, texts, console)

@@ -34,6 +34,7 @@ try:
         allow_pinned_memory,
         compute_dtype,
         is_out_of_memory,
+        out_of_memory_message,
         positive,
         preset_values,
         rate_factors,
@@ -298,7 +299,7 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        run, message = None, str(error).splitlines()[0]
+        run, message = None, out_of_memory_message(error, args.offload)
     if run is None:
         found["fits"] = 0
         print(report.out_of_memory(settings, memory, own_bytes, message), file=sys.stderr)

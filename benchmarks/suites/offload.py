@@ -1,8 +1,9 @@
 """An 8B Llama on one card of 24 or 48 GB: its optimizer state in host memory.
 
 Each run is one of examples/train_llama.py in a process of its own, whose allocator is capped at
-what such a card leaves. "no copies" has the same programs with the state on the device, so that
-the difference is what copies cost; "resident" is gradient release.
+what such a card leaves; XLA_PYTHON_CLIENT_ALLOCATOR chooses another one. "no copies" has the same
+programs with the state on the device, so that the difference is what copies cost; "resident" is
+gradient release.
 """
 
 import os
@@ -69,6 +70,7 @@ def table(rows: Rows) -> Table:
         name = {None: "resident, gradient release", "device": "offload, without copies"}.get(
             kind, f"offload, {flags['accumulate']} micro-batches"
         )
+        name += f", `{flags['allocator']}`" if "allocator" in flags else ""
         copied = 0.0
         if kind == "pinned_host" and "bytes_per_param" in of:
             shape = flags["shape"]

@@ -24,6 +24,17 @@ def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
     return any(text in str(error) for text in ("RESOURCE_EXHAUSTED", "Out of memory"))
 
 
+def out_of_memory_message(error: jax.errors.JaxRuntimeError, offload: str | bool | None) -> str:
+    """Return XLA's message; with `offload`, also what to try."""
+    message = str(error).splitlines()[0]
+    if offload and "XLA_PYTHON_CLIENT_ALLOCATOR" not in os.environ:
+        message += (
+            "\nSet XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async if memory is free, but in pieces that "
+            "are too small; steps take longer with it."
+        )
+    return message
+
+
 def positive(text: str) -> int:
     """An integer of at least 1."""
     value = int(text)

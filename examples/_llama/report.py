@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,12 @@ def out_of_memory(
 ) -> str:
     """Format a line on a run that does not fit into memory, and XLA's message."""
     has = "".join(f" of {limit_bytes / GIB:.1f}" for limit_bytes in limit().values())
+    if settings.offload:
+        return (
+            f"{settings.optimizer}: out of memory: {report.params_bytes / GIB:.1f} GiB{has} are "
+            "weights; the state of a few layers, gradients and activations need more than the "
+            f"rest\n{message}"
+        )
     return (
         f"{settings.optimizer}: out of memory: needs {report.state_bytes / GIB:.1f} GiB of state "
         f"beside {report.params_bytes / GIB:.1f} GiB of weights ({report.bytes_per_param:.2f} "
@@ -133,6 +140,8 @@ def append(
 ) -> None:
     """Appends benchmark records of the run, as asked for and as it ran, to a file of JSON lines."""
     flags = dataclasses.asdict(ran) | {"parameters": report.parameters}
+    if chosen := os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR"):
+        flags["allocator"] = chosen
     del flags["preset"], flags["optimizer"], flags["seed"]
     plain = settings.optimizer == PLAIN
     impl = "optax-f32" if plain else recorded_as(LOWMEM, settings.implementation)

@@ -238,6 +238,17 @@ def test_out_of_memory(llama, tmp_path, monkeypatch, capsys):
         llama.script.main(flags.split())
 
 
+def test_out_of_memory_with_the_state_in_host_memory(llama, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
+    settings = settings_of(llama, "--preset 8b --data-parallel 1 --offload")
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 7 bytes.\nmore")
+    message = llama.script.out_of_memory_message(error, settings.offload)
+    said = llama.report.out_of_memory(settings, SimpleNamespace(params_bytes=2**34), 0, message)
+    assert said.startswith("flash_adamw: out of memory: 16.0 GiB are weights; the state of a few ")
+    assert "\nRESOURCE_EXHAUSTED: 7 bytes.\nSet XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async if " in said
+    assert llama.script.out_of_memory_message(error, None) == "RESOURCE_EXHAUSTED: 7 bytes."
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
