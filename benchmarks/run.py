@@ -25,6 +25,7 @@ SUITES |= {
     "four_bits": "formats.four_bits",
     "launches": "step.launches",
     "pairs": "pairs.training",
+    "reshard": "mesh.reshard",
     "scaling": "mesh.scaling",
     "tune": "step.tune",
 }  # fmt: skip

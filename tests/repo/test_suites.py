@@ -27,7 +27,7 @@ from benchmarks.suites.fit import bench as fit
 from benchmarks.suites.linear import bench as linear
 from benchmarks.suites.linear import peers as linear_peers
 from benchmarks.suites.mesh import bench as mesh
-from benchmarks.suites.mesh import communication, scaling
+from benchmarks.suites.mesh import communication, reshard, scaling
 from benchmarks.suites.noise import bench as noise
 from benchmarks.suites.pairs import sizes
 from benchmarks.suites.step import bench as step
@@ -77,7 +77,7 @@ def outcome(job):
     return in_torch.outcome(job) if torch else processes.measure(job)
 
 
-def printed(words, devices, told=""):
+def printed(words, devices, told="", flags=""):
     """Return what a process of the mesh suite prints, from this one."""
     from benchmarks.suites.mesh import step as mesh_step
 
@@ -85,6 +85,10 @@ def printed(words, devices, told=""):
         return json.dumps(mesh_step.measure(json.loads(told)))
     mesh_step.train_llama.main(words[1:])
     return ""
+
+
+def resharded(words, devices, told):
+    return json.dumps(reshard.measure(**json.loads(told)))
 
 
 PROGRAM_OF_A_STEP = """HloModule step
@@ -144,6 +148,7 @@ SUITES = [
           ("fsdp",), ((mesh, "process", printed),), of_case("-tiny", "-1b")),
     Smoke("scaling", "--preset tiny --devices 1 2 --layout fsdp --impl flash_adamw --steps 2",
           ("scaling",), ((scaling, "process", printed),), of_case("-tiny", "-1b")),
+    Smoke("reshard", "--preset tiny --devices 2 1", (), ((reshard, "process", resharded),)),
 ]  # fmt: skip
 
 

@@ -38,8 +38,8 @@ class Failed(Exception):
     """Failure of a process."""
 
 
-def process(words: list[str], gpus: Sequence[int], told: str = "") -> str:
-    """Run a Python process that sees these GPUs and return its standard output.
+def process(words: list[str], gpus: Sequence[int], told: str = "", flags: str = "") -> str:
+    """Run a Python process that sees these GPUs, with XLA's `flags`; return its standard output.
 
     Raises:
       Failed: where it ends with another status than 0; what it said goes to standard error.
@@ -47,6 +47,7 @@ def process(words: list[str], gpus: Sequence[int], told: str = "") -> str:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     seen = {"JAX_CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     own = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | seen
+    own["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     how = {"cwd": ROOT, "env": own, "input": told, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, *words], **how)
     if done.returncode:

@@ -3,6 +3,7 @@
 python -m benchmarks.run scaling --preset 1b 8b --record       # on your GPUs: 1, 2, 4, ... of them
 python -m benchmarks.run scaling --layout fsdp zero --impl flash_adamw flash_adamw+fp8
 python -m benchmarks.run scaling --layout fsdp --impl torch-fsdp2 torch-fsdp2+float8-ckpt
+python -m benchmarks.run scaling --layout fsdp --devices 4 --flags default combine-1g sequential
 
 Runs of examples/train_llama.py, or of `mesh.in_torch` where its packages are installed, each in a
 process of its own. Runs on few GPUs share the host.
@@ -10,6 +11,7 @@ process of its own. Runs on few GPUs share the host.
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import os
 import tempfile
@@ -39,6 +41,20 @@ LAYOUTS = {
     "zero": lambda n: f"--data-parallel {n} --zero",
     "tensor": lambda n: f"--data-parallel 1 --fsdp {n // 2} --tensor 2",
 }
+_COMBINE = " ".join(
+    f"--xla_gpu_{of}_combine_threshold_bytes={{0}}"
+    for of in ("all_gather", "reduce_scatter", "all_reduce")
+)
+# XLA's flags for GPUs, by name
+FLAGS = {
+    "default": "",
+    "combine-none": _COMBINE.format(1),
+    "combine-1g": _COMBINE.format(2**30),
+    "sequential": "--xla_gpu_enable_latency_hiding_scheduler=false",
+    "pipelined": "--xla_gpu_enable_pipelined_all_gather=true "
+    "--xla_gpu_enable_pipelined_reduce_scatter=true",
+    "double-buffering": "--xla_gpu_enable_while_loop_double_buffering=true",
+}
 NAMES = {"fsdp": "FSDP", "zero": "ZeRO-1", "tensor": "FSDP x 2 tensor"}
 # metric -> its unit
 METRICS = {
@@ -53,14 +69,14 @@ class Gpus:
     def __init__(self, count: int) -> None:
         self.free, self.changed = set(range(count)), threading.Condition()
 
-    def run(self, count: int, words: list[str]) -> str:
-        """Run a process on `count` GPUs, once so many are free."""
+    def run(self, count: int, flags: str, words: list[str]) -> str:
+        """Run a process on `count` GPUs, once so many are free, with some of XLA's flags."""
         with self.changed:
             self.changed.wait_for(lambda: len(self.free) >= count)
             chosen = sorted(self.free)[:count]
             self.free.difference_update(chosen)
         try:
-            return process(words, chosen)
+            return process(words, chosen, flags=flags)
         finally:
             with self.changed:
                 self.free.update(chosen)
@@ -68,7 +84,13 @@ class Gpus:
 
 
 def trained(
-    args: argparse.Namespace, gpus: Gpus, preset: str, layout: str, impl: str, devices: int
+    args: argparse.Namespace,
+    gpus: Gpus,
+    preset: str,
+    layout: str,
+    impl: str,
+    devices: int,
+    xla: str,
 ) -> records.Rows:
     """Return the records of one run."""
     each, sequence = args.batch or PRESETS[preset].batch, PRESETS[preset].sequence
@@ -77,7 +99,7 @@ def trained(
     run = {"batch": batch, "sequence": sequence, "steps": args.steps}
     if impl in in_torch.NAMES:
         sizes = map(str, (each, sequence, args.steps, devices))
-        printed = gpus.run(devices, ["-m", in_torch.__name__, impl, preset, *sizes])
+        printed = gpus.run(devices, "", ["-m", in_torch.__name__, impl, preset, *sizes])
         found = json.loads(printed.strip().splitlines()[-1])
         more["versions"] = versions()
     else:
@@ -85,21 +107,24 @@ def trained(
         flags += LAYOUTS[layout](devices)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "records.jsonl"
-            gpus.run(devices, ["examples/train_llama.py", *flags.split(), "--record", str(file)])
+            words = ["examples/train_llama.py", *flags.split(), "--record", str(file)]
+            gpus.run(devices, FLAGS[xla], words)
             found = {row["metric"]: row["value"] for row in records.load(file)}
     values = {name: (found[name], unit) for name, unit in METRICS.items() if name in found}
     case = f"llama-{preset} {layout}={devices} batch={batch}"
+    impl += "" if xla == "default" else f", {xla}"
     return records.records_of("scaling", case, impl, values, **more, run=run)
 
 
-def jobs(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
-    """Yield preset, layout, implementation and number of devices, most devices first."""
+def jobs(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int, str]]:
+    """Yield preset, layout, implementation, number of devices and flags, most devices first."""
     for devices in sorted(args.devices, reverse=True):
         for preset in args.preset:
             for layout in args.layout if devices > 1 else ["fsdp"]:
                 own = [i for i in args.impl if layout == "fsdp" or i not in in_torch.NAMES]
                 if layout != "tensor" or devices > 2:
-                    yield from ((preset, layout, impl, devices) for impl in own)
+                    both = itertools.product(own, args.flags)
+                    yield from ((preset, layout, impl, devices, xla) for impl, xla in both)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--devices", nargs="+", type=int, metavar="N",
         default=[2**i for i in range(there.bit_length())],
         help="default: all powers of two")  # fmt: skip
+    add("--flags", nargs="+", choices=FLAGS, default=["default"], help="sets of XLA's flags")
     add("--batch", type=int, help="sequences per device; default: the preset's")
     add("--steps", type=int, default=20)
     args = parser.parse_args(argv)
