@@ -155,6 +155,13 @@ STALE = {
         optax.chain(lowmem.flash_adamw(1e-3)), optax.conditionally_mask(optax.scale(1.0), early)
     ),
     "raw steps": lambda: optax.conditionally_transform(lowmem.flash_adamw(1e-3), early),
+    # not before a whole batch
+    "MultiSteps": lambda: optax.MultiSteps(
+        optax.chain(lowmem.flash_adamw(1e-3), optax.scale(0.5)), 2
+    ),
+    "accumulated": lambda: lowmem.accumulate_gradients(
+        optax.contrib.schedule_free(lowmem.flash_sgd(1e-1), 1e-1, b1=0.9), 3
+    ),
 }
 ALIKE = ("clip", "decay", "zoom")  # as "scale" or "line search"
 SOUND = {
@@ -250,6 +257,14 @@ def test_stale_corrections_are_found(name):
     assert "block/kernel" in found.warnings[0]
     assert str(found).splitlines()[-1] == f"warning: {found.warnings[0]}"
     assert started(make()) == [*found.warnings, *found.warnings]
+
+
+def test_a_batch_that_is_too_long_to_try_is_told():
+    late = optax.MultiSteps(optax.chain(lowmem.flash_adamw(1e-3), optax.scale(0.5)), 1000)
+    (found,) = lowmem.explain(late, PARAMS).warnings
+    assert found == (
+        "could not try a step to look for stale corrections: no batch of at most 64 micro-batches"
+    )
 
 
 @pytest.mark.parametrize("make", SOUND.values(), ids=SOUND)

@@ -19,6 +19,7 @@ from optax_lowmem._src.core.clean_weights import FIELD
 from optax_lowmem._src.core.typing import Shaped
 
 _PROBE_SIDES = 4, 64  # maximum side of leaves in a trial step; the larger if the smaller fails
+_MICRO_BATCHES = 64  # maximum number of micro-batches in a trial step
 # states of optax wrappers that return the updates of what they wrap unchanged
 _PASSING = ("MaskedState", "PartitionState", "InjectHyperparamsState",
             "InjectStatefulHyperparamsState")  # fmt: skip
@@ -159,10 +160,15 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
         state = tx.init(weights)
     fast = _fast_weights(weights)
     grads = jax.tree.map(lambda w: jnp.full(w.shape, 0.5, jnp.float32), fast)
-    with context.emitting() as emitted:
-        # under jit, values of branches (MultiSteps, cond) are tracers that must not leave them
-        with jax.disable_jit():
-            final = _fast_weights(_updates(tx, grads, state, weights, fast))
+    # under jit, values of branches (MultiSteps, cond) are tracers that must not leave them
+    with context.emitting() as emitted, jax.disable_jit():
+        for _ in range(_MICRO_BATCHES):
+            updates, state = _update(tx, grads, state, weights, fast)
+            if not any(_micro_steps(state)):
+                break
+        else:
+            raise ValueError(f"no batch of at most {_MICRO_BATCHES} micro-batches")
+    final = _fast_weights(updates)
     # values may be equal by chance (a schedule that starts at 1): in a chain, compare identity
     untouched = _follows_split(state, _PASSING, ours=False, otherwise=False)
     in_some_steps = _in_some_steps(state)
@@ -184,10 +190,18 @@ def _fast_weights(tree: Any) -> Any:
     return tree.fast if isinstance(tree, optax.LookaheadParams) else tree
 
 
-def _updates(
+def _micro_steps(state: optax.OptState) -> Iterator[int]:
+    """Yield the number of micro-batches of a batch that each gradient accumulation has seen."""
+    for name, field in (("MultiStepsState", "mini_step"), ("AccumulationState", "micro_step")):
+        for node in trees.states_with(state, field):
+            if type(node).__name__ == name:
+                yield int(getattr(node, field))
+
+
+def _update(
     tx: optax.GradientTransformation, grads: Any, state: Any, weights: Any, at: Any
-) -> optax.Updates:
-    """Return the updates of a step, passing those extra arguments of optax that `tx` accepts.
+) -> tuple[optax.Updates, optax.OptState]:
+    """Call `tx.update`, passing those extra arguments of optax that it accepts.
 
     They belong to the loss sum(w / 2 + (w - at)^2), whose gradient at `at` is `grads`.
     """
@@ -201,7 +215,7 @@ def _updates(
              "grad_fn": lambda params, index: grads}  # fmt: skip
     while True:
         try:
-            return optax.with_extra_args_support(tx).update(grads, state, weights, **extra)[0]
+            return optax.with_extra_args_support(tx).update(grads, state, weights, **extra)
         except TypeError as error:
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if unknown is None or extra.pop(unknown[1], None) is None:
