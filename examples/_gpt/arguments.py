@@ -29,8 +29,8 @@ def out_of_memory_message(error: jax.errors.JaxRuntimeError, offload: str | bool
     message = str(error).splitlines()[0]
     if offload and "XLA_PYTHON_CLIENT_ALLOCATOR" not in os.environ:
         message += (
-            "\nSet XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async if memory is free, but in pieces that "
-            "are too small; steps take longer with it."
+            "\nFree memory may be divided into pieces that are too small: set "
+            "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async, with which steps take longer."
         )
     return message
 

@@ -76,7 +76,7 @@ def out_of_memory(
 ) -> str:
     """Format a line on a run that does not fit into memory, and XLA's message."""
     has = "".join(f" of {limit_bytes / GIB:.1f}" for limit_bytes in limit().values())
-    if settings.offload:
+    if settings.offload == "pinned_host":
         return (
             f"{settings.optimizer}: out of memory: {report.params_bytes / GIB:.1f} GiB{has} are "
             "weights; the state of a few layers, gradients and activations need more than the "

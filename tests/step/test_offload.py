@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 import optax_lowmem as lowmem
 from optax_lowmem import release
 from optax_lowmem._src.core import host
-from optax_lowmem._src.release import room
+from optax_lowmem._src.release import offload, room
 from tests.compilation import QUICK_COMPILE
 from tests.contract_cases import assert_same
 from tests.step.test_release import (
@@ -69,6 +69,7 @@ HOW = {
     "whole": {},
     "micro": {"micro_batches": 4},
     "passes": {"micro_batches": 4, "at_once": 2},
+    "odd": {"micro_batches": 4, "at_once": 3},
     "layer": {"clip_layer_norm": 0.1},
 }
 CASES = [  # every other pair
@@ -94,6 +95,21 @@ def test_streamed_bits_are_resident_bits(name, how):
         offloaded(tx, weights(), kind=kind, **options) for kind in (host.PINNED, "device")
     )
     assert_same(streamed, resident)
+
+
+def test_inputs_of_the_last_stage_are_freed(monkeypatch):
+    """An update has its dx beside it, and the next input."""
+    counts, update = [], offload.Run.update
+    x = jax.eval_shape(MODEL.first, weights(), batches()[0])
+
+    def counted(*args):
+        here = [a for a in jax.live_arrays() if a.sharding.memory_kind != host.PINNED]
+        counts.append(sum(a.shape == x.shape and a.dtype == x.dtype for a in here))
+        return update(*args)
+
+    monkeypatch.setattr(offload.Run, "update", counted)
+    offloaded(make("flash_lion"), weights(), steps=1)
+    assert len(counts) == LAYERS + 2 and max(counts) <= 2
 
 
 @pytest.mark.parametrize("name", rows(["flash_adamw", "flash_lion"], ["flash_lion"]))

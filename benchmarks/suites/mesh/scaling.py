@@ -11,7 +11,6 @@ process of its own. Runs on few GPUs share the host.
 
 import argparse
 import concurrent.futures
-import itertools
 import json
 import os
 import tempfile
@@ -123,8 +122,9 @@ def jobs(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int, str]]:
             for layout in args.layout if devices > 1 else ["fsdp"]:
                 own = [i for i in args.impl if layout == "fsdp" or i not in in_torch.NAMES]
                 if layout != "tensor" or devices > 2:
-                    both = itertools.product(own, args.flags)
-                    yield from ((preset, layout, impl, devices, xla) for impl, xla in both)
+                    for impl in own:
+                        sets = ["default"] if impl in in_torch.NAMES else args.flags
+                        yield from ((preset, layout, impl, devices, xla) for xla in sets)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -50,12 +50,15 @@ def _arguments_of_muon(
     b1: float, b2: float, weight_decay: float, mask: Any, **more: Any
 ) -> dict[str, Any]:
     """AdamW's arguments as Muon's: its rates and decays fit updates of an RMS of 0.2."""
-    adam = {"adam_b1": b1, "adam_b2": b2, "muon_weight_dimension_numbers": hidden}
-    return (
-        {"weight_decay": weight_decay, "weight_decay_mask": mask, "consistent_rms": 0.2}
-        | adam
-        | more
-    )
+    return {
+        "weight_decay": weight_decay,
+        "weight_decay_mask": mask,
+        "consistent_rms": 0.2,
+        "adam_b1": b1,
+        "adam_b2": b2,
+        "muon_weight_dimension_numbers": hidden,
+        **more,
+    }
 
 
 def _muon(schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:

@@ -10,7 +10,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 PINNED = "pinned_host"
 Item = TypeVar("Item")
-_AHEAD = 2  # stages that are dispatched and have not ended
+AHEAD = 2  # stages that are dispatched and have not ended
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -159,7 +159,7 @@ class RunAhead:
         `results` are arrays that the new stage makes, and that no other takes the place of.
         """
         self._stages.append((results, consumed))
-        if len(self._stages) == _AHEAD:
+        if len(self._stages) == AHEAD:
             self._wait()
 
     def drain(self) -> None:
@@ -180,6 +180,6 @@ def ahead(items: Iterable[Item], bring: Callable[[Item], Any]) -> Iterator[Any]:
     coming: collections.deque[Any] = collections.deque()
     for item in items:
         coming.append(bring(item))
-        if len(coming) == _AHEAD:
+        if len(coming) == AHEAD:
             yield coming.popleft()
     yield from coming

@@ -2,7 +2,12 @@
 
 One compiled program per stage, called from Python: the copies of one layer's state run beside the
 products of another. A stage is dispatched when the one two before it has ended, since work that is
-dispatched further ahead would need memory too early.
+dispatched further ahead would need memory too early. The first and the last stage, whose gradients
+are the largest, run one micro-batch at a time.
+
+XLA's allocator cannot move arrays: a small one between two large ones leaves holes that are too
+small for the gradient of an embedding. So dx takes the place of the input of the last stage, and
+that of a layer the place of the one before.
 """
 
 import dataclasses
@@ -216,14 +221,13 @@ class Programs:
             return clipping_factor(step.optimizer.clip, jnp.sqrt(sum(squares)), optax.EmptyState())
 
         self.first, self.forward = Stage(first), Stage(forward, static_argnums=0)
-        # dx takes the place of the last stage's x, and that of a layer the place of the one before,
-        # lest small arrays divide the free memory; but not in a pass of one micro-batch, where
-        # `RunAhead` has to wait for the one before
         all_floats = all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(x))
         self.last = Stage(last, donate_argnums=(1, 3) if all_floats else 3)
         number, at_once = step.micro_batches, step.at_once
-        alone = 1 in (number, at_once, number % at_once)
-        self.back = Stage(back, static_argnums=0, donate_argnums=6 if alone else (4, 6))
+        fewest = min(number, at_once, number % at_once or at_once)  # in a pass
+        # with fewer, `RunAhead` waits for a dx whose place the next layer's has taken
+        donated = (4, 6) if fewest >= host.AHEAD else 6
+        self.back = Stage(back, static_argnums=0, donate_argnums=donated)
         self.back_first = Stage(back_first, donate_argnums=3)
         self.update_layer = Stage(update_layer, static_argnums=0, donate_argnums=(1, 3))
         self.update_rest = Stage(update_rest, static_argnums=0, donate_argnums=(1, 2))
@@ -404,17 +408,16 @@ class Run:
         order = [(at, m) for at in reversed(range(len(self.inputs))) for m in range(len(batches))]
         inputs = host.ahead(order, lambda at: self.input(*at, keep=use == self.square))
         coming = host.ahead(reversed(self.layers), lambda key: self.arriving(key, use))
-        # an embedding or head has the largest gradient: its micro-batches and the copy of its state
-        # wait for each other, which takes less memory and about as long
-        self.running.drain()
+        self.running.drain()  # or it would wait for an input that the last stage donates
         losses, dxs, xs = [], [], [next(inputs) for _ in batches]
         total: Any = None
         for x, batch in zip(xs, batches, strict=True):
             loss, total, dx = programs.last(self.rest, x, batch, total)
-            losses.append(loss)
-            dxs.append(jax.block_until_ready(dx))
+            losses.append(jax.block_until_ready(loss))
+            dxs.append(dx)
         self.finish_rest(-1, total, use)
-        of_rest = total = None  # so that the arrays are freed
+        del x, xs, dx  # so that the arrays are freed
+        of_rest = total = None
         for path, i in reversed(self.layers):
             arrived, weights = next(coming), self.layer(path, i)
             for m, batch in enumerate(batches):
@@ -429,7 +432,7 @@ class Run:
             if i == 0:
                 self.finish_rest(1 + stacks.index(path), of_rest, use)
                 of_rest = None
-        self.leaving.drain()  # memory, for the largest gradient
+        self.leaving.drain()  # frees the state of the last layers
         for dx, batch in zip(dxs, batches, strict=True):
             total = jax.block_until_ready(programs.back_first(self.rest, dx, batch, total))
         self.finish_rest(0, total, use)
@@ -482,7 +485,7 @@ class Run:
         self.leaving.add(rows, [x for x in jax.tree.leaves(before) if host.is_on_host(x)])
 
     def complete(self, key: Any, gradients: Any, keep: bool = False) -> Any:
-        """Return gradients with those of the passes before added; `keep` these for another time."""
+        """Add those of the passes before; `keep` leaves these for the second backward pass."""
         sums = self.sums.get(key) if keep else self.sums.pop(key, None)
         return gradients if sums is None else self.programs.add(gradients, self.bring(sums))
 
@@ -494,14 +497,16 @@ class Run:
 
     def input(self, stage: int, number: int, keep: bool) -> Any:
         """Copy an input to the device, and forget it unless it is needed again."""
-        x = host.put(self.inputs[stage][number], self.here, may_alias=not keep)
+        # the last stage donates its input: one that is kept is copied
+        copied = keep and stage == len(self.inputs) - 1
+        x = self.bring(self.inputs[stage][number], may_alias=not copied)
         if not keep:
             self.inputs[stage][number] = None
         return x
 
-    def bring(self, tree: Any) -> Any:
+    def bring(self, tree: Any, **how: Any) -> Any:
         """Copy arrays to the device."""
-        return host.put(tree, self.here)
+        return host.put(tree, self.here, **how)
 
     def arriving(self, key: Any, use: Callable[..., None]) -> Any:
         """Copy to the device the state of a stage, if `use` needs it."""
