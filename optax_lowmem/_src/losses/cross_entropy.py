@@ -104,7 +104,7 @@ def linear_cross_entropy(
     of their hidden states. Codes are E4M3; those of g are E5M2, since most probabilities of a large
     vocabulary are far below the label's. The head has one scale, h and g one per token, s_g H one
     per chunk: a token's loss and gradient depend neither on other tokens nor on chunks. The softmax
-    and all sums are f32. The relative error of an E4M3 code is at most 2^-4, and 2.7 % RMS. The
+    and its sums are f32. The relative error of an E4M3 code is at most 2^-4, and 2.7 % RMS. The
     error of a logit is at most (2^-3 + 2^-8) sum_k |h_k W_kv|, and 3.7 % of the root of
     sum_k (h_k W_kv)^2 RMS (for numbers under 2^-15 of their scale's largest, the error is 2^-10 of
     a code's unit instead). The error of a loss is at most the largest error of its logits plus that
