@@ -23,6 +23,19 @@ def test_half_of_the_cases_are_late():
     assert 2 * sum(case.late for case in CASES.values()) == len(CASES) == 8
 
 
+def test_recorded_runs_of_8b_with_the_state_in_host_memory():
+    """Steps of 8 rows of 2,048 tokens, in micro-batches."""
+    rows = records.select(records.newest(records.all_records(), bench="train"), metric="peak_bytes")
+    rows = [r for r in rows if "offload=pinned_host" in r["case"] and r["flags"]["batch"] == 8]
+    sizes = plan.decoder(MODELS["8B"])
+    modes = plan.plan_decoder(sizes, "flash_adamw", 0, 2048, accumulate=True).modes
+    (mode,) = (mode for mode in modes if mode.name == "offload")
+    peaks = {8 // row["flags"]["accumulate"]: row["value"] for row in rows}
+    assert peaks.keys() == {1, 2}
+    for at_once, peak in peaks.items():
+        assert mode.total_bytes(at_once) == pytest.approx(peak, rel=tol.PLANNED)
+
+
 @pytest.mark.parametrize(("mode", "flag"), [("resident", ""), ("release", "release=True ")])
 def test_a_recorded_run_of_8b(mode, flag):
     """8B in bf16, one row of 2,048 tokens, each layer recomputed."""

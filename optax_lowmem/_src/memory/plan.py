@@ -198,10 +198,10 @@ def _fixed(
         # the layer's slices, which the update replaces, are copies
         at_work = Fixed(state + layer.state, layer.gradients + outside)
         yield RELEASE, (Fixed(state, 0), at_work, Fixed(state, outside))
-    # one layer of the stack is a copy; gradients of several batches are added in f32, those of a
-    # leaf outside the stacks before any layer's state is copied
+    # one layer of the stack is a copy, and gradients of several batches are added in f32; the state
+    # of a leaf outside the stacks is copied in after its gradient, and not beside that of layers
     flight, wide = _IN_FLIGHT * layer.state, 2 if accumulate else 1
-    of_loss = Fixed(largest.state + (0 if accumulate else flight), sums and 2 * largest.gradients)
+    of_loss = Fixed(0, sums and 2 * largest.gradients)
     at_work = Fixed(flight, (1 + wide) * layer.gradients + outside)
-    at_end = Fixed(largest.state + flight, outside)
+    at_end = Fixed(largest.state, outside)
     yield OFFLOAD, (of_loss, at_work, at_end)
