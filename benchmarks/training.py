@@ -13,7 +13,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -357,14 +357,17 @@ def parser(
     curves: Path,
     variants: Iterable[str],
     presets: Iterable[str] = ("gpu", "cpu", "smoke"),
+    several: bool = False,
 ) -> argparse.ArgumentParser:
+    """The command line of a training benchmark; `several`: with lists of `--steps` and `--lr`."""
     made = records.command_line(doc)
     add = made.add_argument
+    many: dict[str, Any] = {"nargs": "+"} if several else {}
     add("--preset", choices=list(presets), help="default: gpu, or cpu where there is none")
     add("--variants", nargs="+", choices=list(variants), metavar="NAME",
         help=f"of {', '.join(variants)} (default: all)")  # fmt: skip
-    add("--steps", type=int, help="of each run; default: the preset's")
-    add("--lr", type=float, help="peak learning rate; default: the preset's")
+    add("--steps", type=int, help="of each run; default: the preset's", **many)
+    add("--lr", type=float, help="peak learning rate; default: the preset's", **many)
     add("--attention", choices=("xla", "cudnn"), help="default: the preset's")
     add("--seed", type=int, default=0, help="of weights, batches and what else is random")
     add("--limit", type=float, default=limit, metavar="S",
@@ -401,21 +404,21 @@ def settings_of(flags: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flags.items() if key not in WHERE}
 
 
-def compile_all(experiment: Any, names: list[str]) -> dict[str, tuple[Program, tuple[Any, ...]]]:
-    """Traces the variants one by one and compiles them side by side; returns when they have."""
-    with ThreadPoolExecutor() as pool:
-        found = {}
-        for name in names:
-            program = experiment.lower(name)
-            found[name] = program, pool.submit(program.compile)
-        return {name: (program, one.result()) for name, (program, one) in found.items()}
+def compile_all(experiment: Any, names: list[str]) -> dict[str, tuple[Program, Future[Any]]]:
+    """Traces the variants one by one, and compiles them side by side in threads."""
+    pool, found = ThreadPoolExecutor(), {}
+    for name in names:
+        program = experiment.lower(name)
+        found[name] = program, pool.submit(program.compile)
+    pool.shutdown(wait=False)
+    return found
 
 
 class Part:
     """The runs of a part, one after the other, until the limit; stored and recorded.
 
-    `programs` are what is traced and what is compiled of each variant, `flags` what the runs share,
-    `runs` the curves of what was trained.
+    `programs` are what is traced and what is compiled (`compile` waits for it) of each variant,
+    `flags` what the runs share, `runs` the curves of what was trained.
     """
 
     def __init__(
@@ -433,15 +436,21 @@ class Part:
         self.programs = compile_all(self.experiment, names)
         self.flags = about(self.experiment, next(iter(self.programs.values()))[0].parameters)
         self.runs: dict[str, Curve] = {}
-        size = f"{self.flags['parameters']:,} weights, {run.steps} steps"
-        size += f" of {run.batch * run.context:,} {run.tokenizer}s"
-        say(f"{run.preset}: {size}; compiled {len(names)} variants after {self.seconds():.0f} s")
+
+    def compile(self) -> None:
+        for _, compiled in self.programs.values():
+            compiled.result()
 
     def train_all(self, seeds: Iterable[int] = (), folder: Path | None = None) -> dict[str, Curve]:
         """Trains each variant, from each of the seeds if there are some, until the limit.
 
         With a folder, an unfinished run is kept there, and the same command goes on from it.
         """
+        self.compile()
+        run, count = self.experiment.run, len(self.programs)
+        size = f"{self.flags['parameters']:,} weights, {run.steps} steps"
+        size += f" of {run.batch * run.context:,} {run.tokenizer}s"
+        say(f"{run.preset}: {size}; compiled {count} variants after {self.seconds():.0f} s")
         if seeds:
             del self.flags["seed"]
         settings, until = settings_of(self.flags), self._began + self.args.limit
@@ -452,7 +461,7 @@ class Part:
                 continue
             self.experiment.turn_to(name, seed)
             program, compiled = self.programs[name]
-            found, *_ = self.experiment.follow(program.start, compiled[0], compiled[1], say, kept)
+            found, *_ = self.experiment.follow(program.start, *compiled.result(), say, kept)
             if kept is not None and found["step"][-1] < self.experiment.run.steps:
                 say(f"{label} is to go on in {kept.path}")
                 break

@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 CAPS = {24: 22.3, 48: 44.7}  # GiB that JAX may use, by card
 RUNS = {
-    "24": Run(24, "--offload --batch 8 --accumulate 8 --steps 50"),
+    "24": Run(24, "--offload --batch 8 --accumulate 4 --steps 50"),
     "24-long": Run(24, "--offload --batch 256 --accumulate 256 --steps 3"),
     "48": Run(48, "--offload --batch 8 --accumulate 4 --steps 50"),
     "48-long": Run(48, "--offload --batch 256 --accumulate 128 --steps 3"),

@@ -49,7 +49,8 @@ def cast_losses(trained: Part, name: str, ends: dict[str, End]) -> Iterator[tupl
 
     Those of the base are by the bitwidths of the runs with noise.
     """
-    (weights, own), (program, (_, evaluate)) = ends[name], trained.programs[name]
+    (weights, own), (program, compiled) = ends[name], trained.programs[name]
+    _, evaluate = compiled.result()
     whose = {name[-4:].strip("[]"): name} if own else {"od": training.OD, "all": training.ALL}
     like, held_out = jax.eval_shape(program.start)[0], trained.experiment.text.held_out
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ class Experiment(training.Experiment):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = parser(__doc__, 3600, Path("pairs-PRESET-RULE.npz"), VARIANTS, PRESETS)
+    made = parser(__doc__, 3600, Path("pairs-PRESET-RULE.npz"), VARIANTS, PRESETS, several=True)
     made.set_defaults(preset="smoke-gpt2", variants=["adamw", "flash_adamw"])
     made.add_argument("--seeds", type=int, default=1, help="how many, from --seed (default: 1)")
     made.add_argument("--folder", type=Path, metavar="FOLDER",
@@ -137,15 +138,26 @@ def main(arguments: list[str] | None = None) -> None:
     if len(rules) > 1:
         raise SystemExit(f"--variants {' '.join(args.variants)}: of {len(rules)} rules")
     (rule,) = rules
-    given = {"steps": args.steps, "lr": args.lr}  # another case than the preset's
-    case = " ".join([args.preset, *(f"{k}={v:g}" for k, v in given.items() if v is not None)])
-    rates = None if args.lr is None else {rule: args.lr}
-    run = changed(PRESETS[args.preset], steps=args.steps, attention=args.attention, rates=rates)
+    chosen = list(itertools.product(args.steps or [None], args.lr or [None]))
+    if args.curves and len(chosen) > 1:
+        raise SystemExit(f"--curves {args.curves} is one file, for one of {len(chosen)} settings")
+    preset = changed(PRESETS[args.preset], attention=args.attention)
+    text = training.load_text(preset, args.cache)
 
-    def make() -> Experiment:
-        return Experiment(run, training.load_text(run, args.cache), rule, case)
+    def part(given: tuple[int | None, float | None]) -> tuple[str, Part]:
+        steps, lr = given
+        run = changed(preset, steps=steps, rates=None if lr is None else {rule: lr})
+        # another case than the preset's
+        more = {"steps": steps, "lr": lr}
+        case = [args.preset, *(f"{k}={v:g}" for k, v in more.items() if v is not None)]
+        make = functools.partial(Experiment, run, text, rule, " ".join(case))
+        name = "-".join(["pairs", *case, rule]).replace("steps=", "")
+        return name, Part(args, make, args.variants, records.RESULTS / f"{name}.npz")
 
-    name = f"pairs-{case.replace(' steps=', '-').replace(' ', '-')}-{rule}.npz"
-    part = Part(args, make, args.variants, records.RESULTS / name)
-    seeds = range(args.seed, args.seed + args.seeds)
-    part.train_all(seeds, args.folder or Path("demo_output") / args.preset)
+    parts = list(map(part, chosen))  # they are compiled side by side
+    for _, one in parts:
+        one.compile()
+    folder = args.folder or Path("demo_output") / args.preset
+    for name, one in parts:
+        at = folder / name if len(parts) > 1 else folder
+        one.train_all(range(args.seed, args.seed + args.seeds), at)
