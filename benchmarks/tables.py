@@ -24,7 +24,8 @@ SUITES = (
     "activations.tables", "choose", "deleted", "end_to_end.tables", "examples", "frameworks",
     "finetune", "fit.tables", "formats.tables", "kernels", "linear.tables", "memory",
     "mesh.communication", "mesh.scaling", "mesh.tables", "newton_schulz", "noise.tables", "offload",
-    "other_gpus", "pairs.budgets", "pairs.spread", "plan", "release", "step.tables", "tpu.tables",
+    "other_gpus", "pairs.budgets", "pairs.muon", "pairs.spread", "plan", "release", "step.tables",
+    "tpu.tables",
 )  # fmt: skip
 # module below benchmarks.claims -> name of its table, and of the method
 PAPERS = {

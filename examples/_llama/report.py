@@ -115,7 +115,7 @@ def planned(found: dict[str, float]) -> str:
     )
 
 
-def case(settings: Settings) -> str:
+def case(settings: Settings, allocator: str | None = None) -> str:
     """The preset and the optimizer, with what the run has of its own: `1b fsdp=4/flash_adamw`."""
     preset, changed = PRESETS[settings.preset], []
     rate = preset.learning_rate * RATE_FACTORS.get(settings.optimizer, 1.0)
@@ -128,6 +128,7 @@ def case(settings: Settings) -> str:
     for name, value in usual.items():
         own = getattr(settings, name)
         changed += [f"{name}={own}"] if own != value else []
+    changed += [f"allocator={allocator}"] if allocator else []
     return " ".join([f"llama-{settings.preset}", *changed]) + f"/{settings.optimizer}"
 
 
@@ -140,12 +141,12 @@ def append(
 ) -> None:
     """Appends benchmark records of the run, as asked for and as it ran, to a file of JSON lines."""
     flags = dataclasses.asdict(ran) | {"parameters": report.parameters}
-    if chosen := os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR"):
-        flags["allocator"] = chosen
+    if allocator := os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR"):
+        flags["allocator"] = allocator
     del flags["preset"], flags["optimizer"], flags["seed"]
     plain = settings.optimizer == PLAIN
     impl = "optax-f32" if plain else recorded_as(LOWMEM, settings.implementation)
-    measured = functools.partial(stored.record, "train", case(settings), impl)
+    measured = functools.partial(stored.record, "train", case(settings, allocator), impl)
     rows = [
         measured(metric, value, _UNITS[metric], seed=settings.seed, flags=flags)
         for metric, value in found.items()

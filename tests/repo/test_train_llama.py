@@ -280,7 +280,9 @@ def test_says_what_is_wrong(llama, flags, message):
     ],
 )
 def test_records_say_what_was_changed(llama, flags, case):
-    assert llama.report.case(settings_of(llama, f"{ONE} {flags}")) == case
+    settings = settings_of(llama, f"{ONE} {flags}")
+    assert llama.report.case(settings) == case
+    assert llama.report.case(settings, "x") == case.replace("/", " allocator=x/")
 
 
 @pytest.mark.parametrize(

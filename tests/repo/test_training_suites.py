@@ -29,7 +29,7 @@ from benchmarks.suites.formats import training as formats_training  # noqa: E402
 from benchmarks.suites.formats.formats import EXACT, MU, NU  # noqa: E402
 from benchmarks.suites.gaussws import bench as gaussws_bench  # noqa: E402
 from benchmarks.suites.gaussws import training as gaussws  # noqa: E402
-from benchmarks.suites.pairs import budgets, sizes, spread, states  # noqa: E402
+from benchmarks.suites.pairs import budgets, muon, sizes, spread, states  # noqa: E402
 from benchmarks.suites.pairs import training as pairs  # noqa: E402
 from benchmarks.suites.switchback import bench as switchback_bench  # noqa: E402
 from benchmarks.suites.switchback import training as switchback  # noqa: E402
@@ -217,6 +217,34 @@ def test_equation_12_of_switchback(product):
     for found in (short, long):
         assert found["error"] == pytest.approx(found["predicted"], rel=0.05)
     assert 8 < long["error"] / short["error"] < 16  # the length, and its maxima
+
+
+def muon_runs(rule, impl, ends, rate, steps, ms):
+    """Final losses by seed of runs of 2,000 tokens a step."""
+    name, value = f"gpt-42m-muon steps={steps} lr={rate:g}/{rule}", 2e6 / ms
+    flags = {"preset": "gpt-42m-muon", "steps": steps, "rates": {rule: rate}, "tokens": 2000}
+    for seed, end in enumerate(ends):
+        for metric, found in (("val_loss", end), ("tokens_per_s", value)):
+            yield made("pairs", name, impl, metric, found, seed=seed, flags=flags)
+
+
+def test_steps_of_muon_to_a_loss():
+    """Halfway between the losses of 1,000 and 3,000 steps: 3,000 / sqrt(3) steps."""
+    rows = [*muon_runs("adam", "adamw", [3.0, 4.0], 4e-3, 3000, 4.0),
+            *muon_runs("adam", "adamw", [3.5], 2e-3, 3000, 4.0),
+            *muon_runs("muon", "flash_muon", [2.5, 3.5], 8e-3, 3000, 5.0),
+            *muon_runs("muon", "flash_muon", [2.6], 4e-3, 3000, 5.0),
+            *muon_runs("muon", "flash_muon", [3.5, 4.5], 8e-3, 1000, 5.0)]  # fmt: skip
+    found = muon.race(rows, muon.PRESET)
+    assert found.rates == (4e-3, 8e-3) and found.plain == [3.0, 4.0]
+    assert found.steps == pytest.approx([3**-0.5] * 2)
+    assert found.seconds == pytest.approx([1.25 * 3**-0.5] * 2)
+    ((says, *rest),) = muon.to_a_loss(rows)[1]
+    assert says == "GPT, 42M weights" and rest[-2:] == ["58 % (58 to 58)", "72 % (72 to 72)"]
+    assert [line[2] for line in muon.by_rate(rows)[1]] == [
+        "0.002: 3.500, 0.004: 3.000", "0.004: 2.600, 0.008: 2.500"]  # fmt: skip
+    high = [row | {"value": 9.0} for row in rows if row["impl"] == "adamw"]  # above all of Muon's
+    assert muon.to_a_loss([*rows, *high])[1] == []
 
 
 # ---- the runner ----------------------------------------------------------------------------------

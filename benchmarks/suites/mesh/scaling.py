@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from benchmarks import records
-from benchmarks.render import GIB, by_machine, cell, markdown, source
+from benchmarks.render import GIB, Rendered, Table, by_machine, cell, markdown, source
 from benchmarks.suites.end_to_end.in_torch import versions
 from benchmarks.suites.mesh import in_torch
 from benchmarks.suites.mesh.bench import Failed, process
@@ -204,4 +204,23 @@ def _row(
     ]  # fmt: skip
 
 
-TABLES = {"scaling": table}
+def fsdp(rows: records.Rows) -> Table:
+    """Tokens per second of the 1B model by number of GPUs, and as a share of n times one GPU's."""
+    said = {"flash_adamw": "bf16", "flash_adamw+fp8": "FP8 activations"}
+    found = records.select(records.newest(rows, bench="scaling"), model="llama-1b", layout="fsdp")
+    found = [row for row in found if row["impl"] in said and row["metric"] == "tokens_per_s"]
+    values = records.grouped(records.on_gpus(found), "devices", "impl")
+    one, body = values.get(1, {}), []
+    for devices, by_impl in sorted(values.items()):
+        line = [str(devices)]
+        for impl in said:
+            rate = by_impl[impl]["value"]
+            line += [f"{rate:,.0f}", f"{rate / (devices * one[impl]['value']):.2f}"]
+        body.append(line)
+    head = ["GPUs"]
+    for name in said.values():
+        head += [f"{name}: tokens/s", "of n times one"]
+    return head, body, found
+
+
+TABLES = {"scaling": table, "scaling_fsdp": Rendered(fsdp, "scaling")}
