@@ -50,13 +50,12 @@ def measure(preset: str, devices: int, folder: str, saves: bool) -> dict[str, An
     """Save or restore in this process; return seconds, its most RAM (of all it does), a digest."""
     words = f"--preset {preset} --data-parallel 1 --fsdp {devices}".split()
     program = train.make_program(train_llama.make_settings(train_llama.parse_arguments(words)))
-    run = train.Run(*program.start(), 1, [], []) if saves else None
-    if run is not None:
-        jax.block_until_ready((run.params, run.state))
-    began = time.perf_counter()
-    if run is not None:
+    if saves:
+        run = train.Run(*jax.block_until_ready(program.start()), 1, [], [])
+        began = time.perf_counter()
         checkpoints.save(Path(folder), program, run)
     else:
+        began = time.perf_counter()
         run = checkpoints.start_or_restore(Path(folder), program, 1)
         jax.block_until_ready((run.params, run.state))
     seconds = time.perf_counter() - began

@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -82,16 +82,19 @@ class Gpus:
                 self.changed.notify_all()
 
 
-def trained(
-    args: argparse.Namespace,
-    gpus: Gpus,
-    preset: str,
-    layout: str,
-    impl: str,
-    devices: int,
-    xla: str,
-) -> records.Rows:
+class Job(NamedTuple):
+    """What a run trains, and on how many devices."""
+
+    preset: str  # of the example
+    layout: str
+    impl: str
+    devices: int
+    xla: str  # name of a set of XLA's flags
+
+
+def trained(args: argparse.Namespace, gpus: Gpus, job: Job) -> records.Rows:
     """Return the records of one run."""
+    preset, layout, impl, devices, xla = job
     each, sequence = args.batch or PRESETS[preset].batch, PRESETS[preset].sequence
     batch = devices * each
     more = {"model": f"llama-{preset}", "layout": layout, "devices": devices}
@@ -115,8 +118,8 @@ def trained(
     return records.records_of("scaling", case, impl, values, **more, run=run)
 
 
-def jobs(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int, str]]:
-    """Yield preset, layout, implementation, number of devices and flags, most devices first."""
+def jobs(args: argparse.Namespace) -> Iterator[Job]:
+    """Yield the runs, of most devices first."""
     for devices in sorted(args.devices, reverse=True):
         for preset in args.preset:
             for layout in args.layout if devices > 1 else ["fsdp"]:
@@ -124,7 +127,7 @@ def jobs(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int, str]]:
                 if layout != "tensor" or devices > 2:
                     for impl in own:
                         sets = ["default"] if impl in in_torch.NAMES else args.flags
-                        yield from ((preset, layout, impl, devices, xla) for xla in sets)
+                        yield from (Job(preset, layout, impl, devices, xla) for xla in sets)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--record: simulated devices share a CPU: to try it, name a FILE")
     gpus, failed, every = Gpus(there), False, []
     with concurrent.futures.ThreadPoolExecutor(there) as pool:
-        for done in [pool.submit(trained, args, gpus, *job) for job in jobs(args)]:
+        for done in [pool.submit(trained, args, gpus, job) for job in jobs(args)]:
             try:
                 rows = done.result()
             except Failed as error:  # the others are still worth their time
