@@ -133,6 +133,7 @@ def test_command(tmp_path, capsys):
     assert "23.84 GiB to the GPU" in lines[-3] and "0.51 s each way at 50 GB/s" in lines[-3]
     assert "264 KiB of host memory per token" in lines[-2]
     assert "--batch" in lines[-1] and "--offload --micro-batch" in lines[-1]
+    assert lines[-1].startswith("    XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async python examples/")
     lines = run(capsys, "--params", str(file), "--gpu", "19GiB", "--lora", "o_proj", "--rank", "4")
     assert lines[-1].endswith("--lora o_proj --rank 4")
 

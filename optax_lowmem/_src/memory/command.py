@@ -144,8 +144,10 @@ def recommendation(
         OFFLOAD: f" --offload --micro-batch {mode.batch}",
         LORA: f" --lora {args.lora} --rank {args.rank}",
     }
+    # XLA's default allocator divides the memory that is left into pieces that are too small
+    allocator = "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async " if mode.name == OFFLOAD else ""
     yield (
-        f"    python examples/finetune.py --model {folder} --data FILE "
+        f"    {allocator}python examples/finetune.py --model {folder} --data FILE "
         f"--optimizer {args.optimizer} --sequence {args.sequence} --batch {mode.batch}"
         + flags.get(mode.name, "")
     )
