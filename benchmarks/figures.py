@@ -14,8 +14,8 @@ FOLDER = ROOT / "docs/figures"
 # modules below benchmarks.suites that have `FIGURES`: name of a picture -> what draws it
 SUITES = (
     "activations.figures", "adam_mini.figures", "end_to_end.figures", "finetune",
-    "flashoptim.figures", "formats.figures", "gaussws.figures", "pairs.figures", "pairs.muon",
-    "release", "spikes", "switchback.figures",
+    "flashoptim.figures", "formats.figures", "gaussws.figures", "pairs.figures", "release",
+    "spikes", "switchback.figures",
 )  # fmt: skip
 
 FIGURES: dict[str, Callable[[], Any]] = {}

@@ -363,11 +363,12 @@ def parser(
     made = records.command_line(doc)
     add = made.add_argument
     many: dict[str, Any] = {"nargs": "+"} if several else {}
+    each = "one or more, of which each combination is trained; " if several else ""
     add("--preset", choices=list(presets), help="default: gpu, or cpu where there is none")
     add("--variants", nargs="+", choices=list(variants), metavar="NAME",
         help=f"of {', '.join(variants)} (default: all)")  # fmt: skip
-    add("--steps", type=int, help="of each run; default: the preset's", **many)
-    add("--lr", type=float, help="peak learning rate; default: the preset's", **many)
+    add("--steps", type=int, help=f"of a run; {each}default: the preset's", **many)
+    add("--lr", type=float, help=f"peak learning rate; {each}default: the preset's", **many)
     add("--attention", choices=("xla", "cudnn"), help="default: the preset's")
     add("--seed", type=int, default=0, help="of weights, batches and what else is random")
     add("--limit", type=float, default=limit, metavar="S",
@@ -417,8 +418,9 @@ def compile_all(experiment: Any, names: list[str]) -> dict[str, tuple[Program, F
 class Part:
     """The runs of a part, one after the other, until the limit; stored and recorded.
 
-    `programs` are what is traced and what is compiled (`compile` waits for it) of each variant,
-    `flags` what the runs share, `runs` the curves of what was trained.
+    `programs` are the traced variants and `compiled` their steps and evaluations, which `wait`
+    fills; `flags` are what the runs share, `runs` the curves of what was trained, and `late` is
+    whether a run is to go on in a later command.
     """
 
     def __init__(
@@ -433,24 +435,29 @@ class Part:
         self.args, self.part, self.experiment = args, part, make()
         run, names = self.experiment.run, list(names)
         self.path = args.curves or (None if run.preset.startswith("smoke") else path)
-        self.programs = compile_all(self.experiment, names)
-        self.flags = about(self.experiment, next(iter(self.programs.values()))[0].parameters)
+        self._compiling = compile_all(self.experiment, names)
+        self.programs = {name: program for name, (program, _) in self._compiling.items()}
+        self.compiled: dict[str, tuple[Any, Any]] = {}
+        self.flags = about(self.experiment, next(iter(self.programs.values())).parameters)
         self.runs: dict[str, Curve] = {}
+        self.late = False
 
-    def compile(self) -> None:
-        for _, compiled in self.programs.values():
-            compiled.result()
+    def wait(self) -> None:
+        """Wait until all variants are compiled."""
+        if self.compiled:
+            return
+        self.compiled = {name: one.result() for name, (_, one) in self._compiling.items()}
+        run, count = self.experiment.run, len(self.programs)
+        size = f"{self.flags['parameters']:,} weights, {run.steps} steps"
+        size += f" of {run.batch * run.context:,} {run.tokenizer}s"
+        say(f"{run.preset}: {size}; compiled {count} variants after {self.seconds():.0f} s")
 
     def train_all(self, seeds: Iterable[int] = (), folder: Path | None = None) -> dict[str, Curve]:
         """Trains each variant, from each of the seeds if there are some, until the limit.
 
         With a folder, an unfinished run is kept there, and the same command goes on from it.
         """
-        self.compile()
-        run, count = self.experiment.run, len(self.programs)
-        size = f"{self.flags['parameters']:,} weights, {run.steps} steps"
-        size += f" of {run.batch * run.context:,} {run.tokenizer}s"
-        say(f"{run.preset}: {size}; compiled {count} variants after {self.seconds():.0f} s")
+        self.wait()
         if seeds:
             del self.flags["seed"]
         settings, until = settings_of(self.flags), self._began + self.args.limit
@@ -460,10 +467,11 @@ class Part:
             if kept is not None and kept.ended or not self.begins(label, kept is None):
                 continue
             self.experiment.turn_to(name, seed)
-            program, compiled = self.programs[name]
-            found, *_ = self.experiment.follow(program.start, *compiled.result(), say, kept)
+            program = self.programs[name]
+            found, *_ = self.experiment.follow(program.start, *self.compiled[name], say, kept)
             if kept is not None and found["step"][-1] < self.experiment.run.steps:
                 say(f"{label} is to go on in {kept.path}")
+                self.late = True
                 break
             self.add(label, found, self.experiment.values(found, program))
             if kept is not None:

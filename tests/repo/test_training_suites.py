@@ -221,30 +221,46 @@ def test_equation_12_of_switchback(product):
 
 def muon_runs(rule, impl, ends, rate, steps, ms):
     """Final losses by seed of runs of 2,000 tokens a step."""
-    name, value = f"gpt-42m-muon steps={steps} lr={rate:g}/{rule}", 2e6 / ms
+    name, value = f"gpt-42m-muon lr={rate:g}/{rule}", 2e6 / ms
+    name = name if steps == 3000 else name.replace(" ", f" steps={steps} ")
     flags = {"preset": "gpt-42m-muon", "steps": steps, "rates": {rule: rate}, "tokens": 2000}
     for seed, end in enumerate(ends):
         for metric, found in (("val_loss", end), ("tokens_per_s", value)):
             yield made("pairs", name, impl, metric, found, seed=seed, flags=flags)
 
 
+MUON_RUNS = [
+    *muon_runs("adam", "adamw", [3.0, 4.0], 4e-3, 3000, 4.0),
+    *muon_runs("adam", "adamw", [2.9], 2e-3, 3000, 7.0),
+    *muon_runs("muon", "flash_muon", [2.5, 3.5], 8e-3, 3000, 5.0),
+    *muon_runs("muon", "flash_muon", [2.4], 4e-3, 3000, 7.0),
+    *muon_runs("muon", "flash_muon", [3.5, 4.5], 8e-3, 1000, 7.0),
+    *muon_runs("muon", "flash_muon-turbo", [3.0, 4.0], 8e-3, 3000, 4.5),
+]
+
+
 def test_steps_of_muon_to_a_loss():
     """Halfway between the losses of 1,000 and 3,000 steps: 3,000 / sqrt(3) steps."""
-    rows = [*muon_runs("adam", "adamw", [3.0, 4.0], 4e-3, 3000, 4.0),
-            *muon_runs("adam", "adamw", [3.5], 2e-3, 3000, 4.0),
-            *muon_runs("muon", "flash_muon", [2.5, 3.5], 8e-3, 3000, 5.0),
-            *muon_runs("muon", "flash_muon", [2.6], 4e-3, 3000, 5.0),
-            *muon_runs("muon", "flash_muon", [3.5, 4.5], 8e-3, 1000, 5.0)]  # fmt: skip
-    found = muon.race(rows, muon.PRESET)
-    assert found.rates == (4e-3, 8e-3) and found.plain == [3.0, 4.0]
+    found = muon.race(MUON_RUNS, muon.PRESET)
+    assert found.rates == (4e-3, 8e-3) and found.plain == {0: 3.0, 1: 4.0}
     assert found.steps == pytest.approx([3**-0.5] * 2)
     assert found.seconds == pytest.approx([1.25 * 3**-0.5] * 2)
-    ((says, *rest),) = muon.to_a_loss(rows)[1]
+    ((says, *rest),) = muon.to_a_loss(MUON_RUNS)[1]
     assert says == "GPT, 42M weights" and rest[-2:] == ["58 % (58 to 58)", "72 % (72 to 72)"]
-    assert [line[2] for line in muon.by_rate(rows)[1]] == [
-        "0.002: 3.500, 0.004: 3.000", "0.004: 2.600, 0.008: 2.500"]  # fmt: skip
-    high = [row | {"value": 9.0} for row in rows if row["impl"] == "adamw"]  # above all of Muon's
-    assert muon.to_a_loss([*rows, *high])[1] == []
+    # one more length of one seed changes that seed's alone
+    more = muon_runs("muon", "flash_muon", [3.0], 8e-3, 2000, 5.0)
+    assert muon.race([*MUON_RUNS, *more], muon.PRESET).steps == pytest.approx([2 / 3, 3**-0.5])
+    high = [row | {"value": 9.0} for row in MUON_RUNS if row["impl"] == "adamw"]
+    assert muon.to_a_loss([*MUON_RUNS, *high])[1] == []  # no length of Muon's has such a loss
+
+
+def test_rates_and_forms_of_muon():
+    assert [line[2] for line in muon.by_rate(MUON_RUNS)[1]] == [
+        "0.002: 2.900, 0.004: 3.000", "0.004: 2.400, 0.008: 2.500"]  # fmt: skip
+    ((says, seeds, means, over, ms),) = muon.forms(MUON_RUNS)[1]
+    assert (says, seeds, ms) == ("four iterations (`turbo`)", "2", "4.50")
+    assert means == "3.0000 → 3.5000" and over.startswith("+16.67 %")
+    assert muon.forms([])[1] == muon.by_rate([])[1] == muon.to_a_loss([])[1] == []
 
 
 # ---- the runner ----------------------------------------------------------------------------------
@@ -271,19 +287,23 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 pairs.main(words("cut"))
 
+    cut = tmp_path / "cut/pairs-smoke-gpt2-adam"
+
     def kept():
-        return {path.name for path in (tmp_path / "cut").iterdir()}
+        return {path.name for path in cut.iterdir()}
 
     pairs.main(words("whole"))
     until(3)  # before the fourth call is kept
     assert kept() == {"adamw seed 0.npz"}
-    assert len(curves.read(tmp_path / "cut/adamw seed 0.npz")[1]["step"]) == 3
+    assert len(curves.read(cut / "adamw seed 0.npz")[1]["step"]) == 3
     until(7)  # the other's second
     assert kept() == {"adamw seed 0.ended", "flash_adamw seed 0.npz"}
     pairs.main([*words("cut"), "--limit", "0"])
-    assert len(curves.read(tmp_path / "cut/flash_adamw seed 0.npz")[1]["step"]) == 3
-    with pytest.raises(SystemExit, match="choose another --folder"):
-        pairs.main([*words("cut"), "--lr", "0.1"])
+    assert len(curves.read(cut / "flash_adamw seed 0.npz")[1]["step"]) == 3
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="choose another --folder"):
+        other = dataclasses.replace(pairs.PRESETS["smoke-gpt2"], floor=0.1)
+        patch.setitem(pairs.PRESETS, "smoke-gpt2", other)
+        pairs.main(words("cut"))
     pairs.main(words("cut"))
     assert kept() == {"adamw seed 0.ended", "flash_adamw seed 0.ended"}
     one, other = (curves.load(tmp_path / f"{name}.npz").runs for name in ("whole", "cut"))

@@ -49,10 +49,10 @@ def cast_losses(trained: Part, name: str, ends: dict[str, End]) -> Iterator[tupl
 
     Those of the base are by the bitwidths of the runs with noise.
     """
-    (weights, own), (program, compiled) = ends[name], trained.programs[name]
-    _, evaluate = compiled.result()
+    (weights, own), (_, evaluate) = ends[name], trained.compiled[name]
     whose = {name[-4:].strip("[]"): name} if own else {"od": training.OD, "all": training.ALL}
-    like, held_out = jax.eval_shape(program.start)[0], trained.experiment.text.held_out
+    like = jax.eval_shape(trained.programs[name].start)[0]
+    held_out = trained.experiment.text.held_out
 
     def loss(weights: Any) -> float:
         # as it was compiled; formats of 7 mantissa bits at most are exact in bf16

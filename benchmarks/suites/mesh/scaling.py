@@ -210,20 +210,24 @@ def _row(
 def fsdp(rows: records.Rows) -> Table:
     """Tokens per second of the 1B model by number of GPUs, and as a share of n times one GPU's."""
     said = {"flash_adamw": "bf16", "flash_adamw+fp8": "FP8 activations"}
-    found = records.select(records.newest(rows, bench="scaling"), model="llama-1b", layout="fsdp")
-    found = [row for row in found if row["impl"] in said and row["metric"] == "tokens_per_s"]
-    values = records.grouped(records.on_gpus(found), "devices", "impl")
-    one, body = values.get(1, {}), []
-    for devices, by_impl in sorted(values.items()):
+    found = records.select(rows, bench="scaling", model="llama-1b", layout="fsdp")
+    found = [row for row in records.on_gpus(found) if row["metric"] == "tokens_per_s"]
+    batch = PRESETS["1b"].batch
+    used = [row for row in found if row["impl"] in said
+            and row["run"]["batch"] == batch * row["devices"]]  # fmt: skip
+    used = records.alike(used)
+    values, body = records.grouped(used, "devices", "impl"), []
+    for devices, of in sorted(values.items()):
         line = [str(devices)]
         for impl in said:
-            rate = by_impl[impl]["value"]
-            line += [f"{rate:,.0f}", f"{rate / (devices * one[impl]['value']):.2f}"]
+            rate, one = of.get(impl), values.get(1, {}).get(impl)
+            share = f"{rate['value'] / (devices * one['value']):.2f}" if rate and one else ""
+            line += [cell(rate, "{:,.0f}"), share]
         body.append(line)
     head = ["GPUs"]
     for name in said.values():
-        head += [f"{name}: tokens/s", "of n times one"]
-    return head, body, found
+        head += [f"{name}: tokens/s", "share of n times one"]
+    return head, body, used
 
 
 TABLES = {"scaling": table, "scaling_fsdp": Rendered(fsdp, "scaling")}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,18 @@ import numpy as np
 from benchmarks import curves
 from benchmarks.claims import some
 from benchmarks.claims.findings import MARGIN, count
-from benchmarks.records import RESULTS, all_records
+from benchmarks.records import RESULTS, all_records, newest
 from benchmarks.style import BLUE, GREEN, GREY, ORANGE, VERMILION, band, headline, name_lines, plt
-from benchmarks.suites.pairs import budgets
+from benchmarks.suites.pairs import budgets, muon
 from benchmarks.suites.pairs.differences import Differences, differences
+from benchmarks.suites.pairs.presets import PRESETS
 
 LONG = {rule: RESULTS / f"pairs-gpt2-124m-{rule}.npz" for rule in ("adam", "lion")}
 MIDDLE = {rule: RESULTS / f"pairs-gpt-42m-{rule}.npz" for rule in ("adam", "lion")}
 SHORT = RESULTS / "pairs-gpt2-124m-200-adam.npz"
 SMALL = RESULTS / "pairs-smoke-gpt2-400-adam.npz"
 LLAMA = RESULTS / "pairs-llama-58m-adam.npz"
+MUON = [RESULTS / f"pairs-gpt-42m-muon-lr={of}.npz" for of in ("0.004-adam", "0.016-muon")]
 PAIRS = {"adam": ("adamw", "flash_adamw", BLUE), "lion": ("lion", "flash_lion", ORANGE)}
 NAMES = 6.0  # bytes where names stand: no state is between 5.2 bytes and the 12 of AdamW
 FROM = 100  # steps: before, losses fall too steeply to be compared
@@ -166,7 +169,44 @@ def bytes_and_losses() -> Any:
     return figure
 
 
+def steps_of_muon() -> Any:
+    """AdamW's and Muon's mean held-out losses along their runs, and Muon's ends by steps."""
+    own, steps = muon.race(newest(all_records()), muon.PRESET), PRESETS[muon.PRESET].steps
+    figure, axes = plt.subplots(figsize=(8.4, 3.2))
+    stored = [curves.load(path).runs for path in MUON]
+    names = muon.BASE, muon.OURS
+    seeds = [
+        seed
+        for seed in own.plain
+        if all(f"{name} seed {seed}" in of for name, of in zip(names, stored, strict=True))
+    ]
+    for name, of, label, color in zip(
+        names, stored, ("AdamW", muon.OURS), (GREY, BLUE), strict=True
+    ):
+        drawn = [of[f"{name} seed {seed}"] for seed in seeds]
+        for seed, run in zip(seeds, drawn, strict=True):  # the runs of the table
+            end = own.plain[seed] if name == muon.BASE else own.ours[seed][steps]
+            assert math.isclose(run["val_loss"][-1], end, rel_tol=1e-6)
+        mean = np.mean([run["val_loss"] for run in drawn], axis=0)
+        axes.plot(drawn[0]["val_step"][1:], mean[1:], color=color, label=label)
+    axes.plot(list(own.ends), list(own.ends.values()), "o:", color=BLUE, lw=1)
+    first, *_, before, last = own.ends
+    axes.annotate(f"ends of runs of {first} to {last} steps", (before, own.ends[before]), (-6, -16),
+                  ha="right", textcoords="offset points", color=BLUE, fontsize=8)  # fmt: skip
+    final = statistics.mean(own.plain.values())
+    axes.plot([muon.steps_to(final, own.ends), steps], [final, final], color=GREY, ls=":", lw=1)
+    axes.set(xlabel="step", title=f"held-out loss, nats per token; lines: mean of {len(seeds)} "
+             f"seeds; points: of {len(own.plain)}")  # fmt: skip
+    name_lines(axes)
+    share, time = (statistics.mean(shares) for shares in (own.steps, own.seconds))
+    assert share < 1 and time < 1
+    headline(figure, f"A GPT of 42 million weights: flash_muon reaches AdamW's final loss in "
+             f"{100 * share:.0f} % of its steps and {100 * time:.0f} % of its time")  # fmt: skip
+    return figure
+
+
 FIGURES = {
+    "muon_steps": steps_of_muon,
     "gpt2_pairs": gpt2,
     "gpt2_control": control,
     "gpt_42m_pairs": middle,

@@ -1,153 +1,146 @@
-"""Muon trained in pairs: its iterations compared, and its steps to AdamW's final loss."""
+"""Muon trained in pairs: its forms compared, and its steps to AdamW's final loss."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import statistics
 from typing import Any
 
 import numpy as np
 
-from benchmarks import curves
 from benchmarks.claims import Missing, some
 from benchmarks.claims.findings import beside
-from benchmarks.records import RESULTS, Rows, all_records, newest, select
+from benchmarks.records import Rows, alike, select
 from benchmarks.render import Rendered, Table
-from benchmarks.style import BLUE, GREY, headline, name_lines, plt
-from benchmarks.suites.pairs.presets import ADAM, BASES, MUON, PRESETS, VARIANTS
+from benchmarks.suites.pairs.presets import PRESETS, VARIANTS
 
 PRESET, LARGER = "gpt-42m-muon", "gpt2-124m-muon"
-OURS = "flash_muon"
+BASE, OURS = "adamw", "flash_muon"
 SAYS = {PRESET: "GPT, 42M weights", LARGER: "GPT-2 124M"}
-ITERATIONS = (OURS, *(name for name in VARIANTS if name.startswith(f"{OURS}-")))
+FORMS = tuple(name for name in VARIANTS if name.startswith(f"{OURS}-"))
 
 
-def runs(rows: Rows, preset: str, rule: str, impl: str) -> Rows:
-    """Return the final losses of a preset's runs of any length and rate."""
-    found = select(newest(rows, bench="pairs"), impl=impl, metric="val_loss")
-    return [
-        row for row in found if row["flags"]["preset"] == preset and rule in row["flags"]["rates"]
-    ]
+def runs(rows: Rows, preset: str, impl: str, metric: str = "val_loss") -> Rows:
+    """Return the records of an optimizer's runs of a preset, of any length and rate, on one GPU."""
+    found = select(rows, bench="pairs", impl=impl, metric=metric)
+    return alike([row for row in found if row["flags"]["preset"] == preset])
+
+
+def rate_of(row: dict[str, Any]) -> float:
+    """Return the peak rate of a run, which has one rule's alone."""
+    (rate,) = row["flags"]["rates"].values()
+    return float(rate)
 
 
 def steps_of(row: dict[str, Any]) -> int:
     return int(row["flags"]["steps"])
 
 
-def rates(rows: Rows, preset: str, rule: str, impl: str) -> dict[float, dict[str, Any]]:
-    """Return the whole run of the first seed by its rate, the lowest first."""
-    found = {
-        row["flags"]["rates"][rule]: row
-        for row in runs(rows, preset, rule, impl)
-        if row["seed"] == 0 and steps_of(row) == PRESETS[preset].steps
-    }
-    return dict(sorted(found.items()))
+def whole(rows: Rows, preset: str, impl: str, metric: str = "val_loss") -> Rows:
+    """Return the runs of the preset's length."""
+    last = PRESETS[preset].steps
+    return [row for row in runs(rows, preset, impl, metric) if steps_of(row) == last]
 
 
-def best(rows: Rows, preset: str, rule: str, impl: str) -> float:
-    """Return the rate of the lowest final loss of the first seed."""
-    found = rates(rows, preset, rule, impl)
-    some(list(found))
-    return min(found, key=lambda rate: found[rate]["value"])
+def chosen_rate(rows: Rows, preset: str, impl: str) -> float:
+    """Return the rate with the most seeds; of several, that with the lowest loss of one."""
+    found: dict[float, list[float]] = {}
+    for row in some(whole(rows, preset, impl)):
+        found.setdefault(rate_of(row), []).append(row["value"])
+    return max(found, key=lambda rate: (len(found[rate]), -min(found[rate])))
+
+
+def step_ms(rows: Rows, preset: str, impl: str, rate: float) -> float:
+    """Return the median time of a step."""
+    found = whole(rows, preset, impl, "tokens_per_s")
+    times = [1e3 * r["flags"]["tokens"] / r["value"] for r in found if rate_of(r) == rate]
+    return statistics.median(some(times))
+
+
+def steps_to(loss: float, ends: dict[int, float]) -> float:
+    """Return the steps after which runs have a loss, from final losses by length of the run.
+
+    Between two lengths the loss is linear in the logarithm of the length.
+    """
+    lengths = sorted(ends)
+    losses = [ends[length] for length in lengths]
+    if not losses[0] >= loss >= losses[-1] or any(a < b for a, b in itertools.pairwise(losses)):
+        raise Missing
+    # `interp` takes rising values
+    return math.exp(np.interp(loss, losses[::-1], [math.log(n) for n in reversed(lengths)]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Race:
-    """AdamW's runs at its best rate, and Muon's at its own, of several lengths.
-
-    `steps` and `seconds` are Muon's until AdamW's final loss, as shares of AdamW's, by seed: final
-    losses of whole schedules are interpolated between lengths, linearly in their logarithm.
-    """
+    """AdamW's runs and those of Muon of several lengths, of the same seeds."""
 
     rates: tuple[float, float]  # AdamW's and Muon's
-    losses: dict[int, list[float]]  # Muon's final losses by steps
-    plain: list[float]  # AdamW's final losses
     ms: tuple[float, float]  # of a step
-    steps: list[float]
+    plain: dict[int, float]  # AdamW's final loss by seed
+    ours: dict[int, dict[int, float]]  # Muon's by seed and length of the run
+    steps: list[float]  # of Muon to AdamW's final loss, over AdamW's, of each seed
     rows: Rows
 
     @property
     def seconds(self) -> list[float]:
+        """Return Muon's time to AdamW's final loss over AdamW's, of each seed."""
         return [share * self.ms[1] / self.ms[0] for share in self.steps]
 
-
-def milliseconds(rows: Rows, of: Rows) -> float:
-    """Return the median time of a step of runs, in ms."""
-    found = select(newest(rows, bench="pairs"), metric="tokens_per_s")
-    kept = {(row["case"], row["impl"], row["seed"]) for row in of}
-    times = [
-        1e3 * row["flags"]["tokens"] / row["value"]
-        for row in found
-        if (row["case"], row["impl"], row["seed"]) in kept
-    ]
-    return statistics.median(some(times))
+    @property
+    def ends(self) -> dict[int, float]:
+        """Return Muon's mean final loss by length of the run."""
+        lengths = set.intersection(*(set(own) for own in self.ours.values()))
+        seeds = self.ours.values()
+        return {n: statistics.mean(own[n] for own in seeds) for n in sorted(lengths)}
 
 
 def race(rows: Rows, preset: str) -> Race:
-    last = PRESETS[preset].steps
-    chosen = best(rows, preset, ADAM, BASES[ADAM]), best(rows, preset, MUON, OURS)
-
-    def at(rule: str, impl: str, rate: float) -> Rows:
-        found = runs(rows, preset, rule, impl)
-        return [row for row in found if row["flags"]["rates"][rule] == rate]
-
-    plain = at(ADAM, BASES[ADAM], chosen[0])
-    ours = at(MUON, OURS, chosen[1])
-    ends = {row["seed"]: row["value"] for row in plain if steps_of(row) == last}
-    losses: dict[int, dict[int, float]] = {}
-    for row in ours:
-        losses.setdefault(steps_of(row), {})[row["seed"]] = row["value"]
-    lengths = sorted(losses)
-    seeds = sorted(set(ends).intersection(*losses.values()))
-    shares = []
-    for seed in seeds:
-        own = [losses[length][seed] for length in lengths]
-        if not own[0] >= ends[seed] >= own[-1]:
-            raise Missing
-        # losses fall with the steps; `interp` takes rising ones
-        taken = np.interp(ends[seed], own[::-1], np.log(lengths)[::-1])
-        shares.append(float(np.exp(taken)) / last)
-    return Race(
-        chosen,
-        {length: [losses[length][seed] for seed in seeds] for length in lengths},
-        [ends[seed] for seed in seeds],
-        (milliseconds(rows, plain), milliseconds(rows, ours)),
-        some(shares),
-        [*plain, *ours],
-    )
+    rates = chosen_rate(rows, preset, BASE), chosen_rate(rows, preset, OURS)
+    first = [row for row in whole(rows, preset, BASE) if rate_of(row) == rates[0]]
+    second = [row for row in runs(rows, preset, OURS) if rate_of(row) == rates[1]]
+    plain = {row["seed"]: row["value"] for row in first}
+    ours: dict[int, dict[int, float]] = {}
+    for row in second:
+        if row["seed"] in plain:
+            ours.setdefault(row["seed"], {})[steps_of(row)] = row["value"]
+    shares = [steps_to(plain[seed], own) / PRESETS[preset].steps for seed, own in ours.items()]
+    ms = step_ms(rows, preset, BASE, rates[0]), step_ms(rows, preset, OURS, rates[1])
+    ends = {seed: plain[seed] for seed in some(list(ours))}
+    return Race(rates, ms, ends, ours, shares, [*first, *second])
 
 
-def iterations(rows: Rows) -> Table:
-    """The losses of each form of `flash_muon` over those of its default, at equal steps."""
-    head = ["`flash_muon`", "seeds", "held-out loss", "over the first row", "ms a step"]
-    body, used = [], []
+def forms(rows: Rows) -> Table:
+    """The losses of each form of `flash_muon` over the default's of the same seeds and steps."""
+    head = ["`flash_muon`", "seeds", "held-out loss", "over the default", "ms per step"]
     try:
-        case = f"{PRESET} lr={best(rows, PRESET, MUON, OURS):g}/{MUON}"
+        rate = chosen_rate(rows, PRESET, OURS)
     except Missing:
-        return head, body, used
-    for name in ITERATIONS:
-        own = select(newest(rows, bench="pairs"), case=case, metric="val_loss", impl=name)
-        if not own:
+        return head, [], []
+    body, used = [], []
+    for name in FORMS:
+        try:
+            pair = beside(rows, f"{PRESET} lr={rate:g}/{VARIANTS[OURS].rule}", OURS, name)
+        except Missing:
             continue
-        mean = statistics.mean(row["value"] for row in own)
-        over = "" if name == OURS else str(beside(rows, case, OURS, name).interval)
-        says = VARIANTS[name].says.removeprefix("flash_muon").lstrip(", ") or "default"
-        body.append([says, str(len(own)), f"{mean:.4f}", over, f"{milliseconds(rows, own):.2f}"])
-        used += own
+        says = VARIANTS[name].says.partition(", ")[2]
+        body.append([says, str(len(pair.ours)), pair.means, str(pair.interval),
+                     f"{step_ms(rows, PRESET, name, rate):.2f}"])  # fmt: skip
+        used += pair.rows
     return head, body, used
 
 
 def by_rate(rows: Rows) -> Table:
     """The final losses of the first seed at each rate."""
     body, used = [], []
-    for preset, says in SAYS.items():
-        for rule, impl in ((ADAM, BASES[ADAM]), (MUON, OURS)):
-            found = rates(rows, preset, rule, impl)
-            losses = ", ".join(f"{rate:g}: {row['value']:.3f}" for rate, row in found.items())
-            if found:
-                body.append([says, f"`{impl}`", losses])
-                used += found.values()
-    return ["", "", "peak rate: held-out loss, one seed"], body, used
+    for preset, impl in itertools.product(SAYS, (BASE, OURS)):
+        found = sorted((r for r in whole(rows, preset, impl) if r["seed"] == 0), key=rate_of)
+        if found:
+            losses = ", ".join(f"{rate_of(row):g}: {row['value']:.3f}" for row in found)
+            body.append([SAYS[preset], f"`{impl}`", losses])
+            used += found
+    return ["", "", "peak rate: held-out loss of seed 0"], body, used
 
 
 def percent(shares: list[float]) -> str:
@@ -156,58 +149,31 @@ def percent(shares: list[float]) -> str:
 
 
 def to_a_loss(rows: Rows) -> Table:
+    """Muon's steps and seconds to AdamW's final loss, of the presets whose runs reach it."""
     body, used = [], []
     for preset, says in SAYS.items():
         try:
             own = race(rows, preset)
         except Missing:
             continue
-        (plain, ours), (of_plain, of_ours) = own.rates, own.ms
         body.append([
             says, f"{PRESETS[preset].steps:,}", str(len(own.plain)),
-            f"{statistics.mean(own.plain):.3f}", f"{plain:g}, {ours:g}",
-            f"{of_plain:.2f}, {of_ours:.2f}", percent(own.steps), percent(own.seconds),
+            f"{statistics.mean(own.plain.values()):.3f}", "{:g}, {:g}".format(*own.rates),
+            "{:.2f}, {:.2f}".format(*own.ms), percent(own.steps), percent(own.seconds),
         ])  # fmt: skip
         used += own.rows
-    head = ["", "AdamW's steps", "seeds", "AdamW's final loss", "best rates", "ms a step",
-            "steps of `flash_muon` to that loss", "its seconds"]  # fmt: skip
+    head = ["", "AdamW's steps", "seeds", "AdamW's final loss", "rates", "ms per step",
+            "steps of `flash_muon` to that loss", "its time"]  # fmt: skip
     return head, body, used
 
 
+RATES = "1e-3 2e-3 4e-3 8e-3 16e-3"
 TABLES = {
-    "muon_iterations": Rendered(iterations, f"pairs --preset {PRESET}"),
-    "muon_rates": Rendered(by_rate, f"pairs --preset {PRESET}"),
-    "muon_steps": Rendered(to_a_loss, f"pairs --preset {PRESET}"),
+    "muon_rates": Rendered(by_rate, f"pairs --preset {PRESET} --variants {OURS} --lr {RATES}"),
+    "muon_steps": Rendered(
+        to_a_loss, f"pairs --preset {PRESET} --variants {OURS} --steps 700 1000 1500 3000 --seeds 5"
+    ),
+    "muon_forms": Rendered(
+        forms, f"pairs --preset {PRESET} --variants {' '.join((OURS, *FORMS))} --seeds 5"
+    ),
 }
-
-
-def draw() -> Any:
-    """AdamW's mean held-out loss along its run and Muon's, and Muon's final losses by steps."""
-    own, steps = race(all_records(), PRESET), PRESETS[PRESET].steps
-    figure, axes = plt.subplots(figsize=(8.4, 3.2))
-    lines = ((ADAM, BASES[ADAM], "AdamW", GREY), (MUON, OURS, OURS, BLUE))
-    stored = [
-        curves.load(RESULTS / f"pairs-{PRESET}-lr={rate:g}-{rule}.npz").runs
-        for rate, (rule, *_) in zip(own.rates, lines, strict=True)
-    ]
-    seeds = set.intersection(*({name.partition(" seed ")[2] for name in one} for one in stored))
-    for of, (_, impl, label, color) in zip(stored, lines, strict=True):
-        drawn = [of[f"{impl} seed {seed}"] for seed in sorted(seeds)]
-        mean = np.mean([run["val_loss"] for run in drawn], axis=0)
-        axes.plot(drawn[0]["val_step"][1:], mean[1:], color=color, label=label)
-    ends = {length: statistics.mean(values) for length, values in own.losses.items()}
-    axes.plot(list(ends), list(ends.values()), "o", color=BLUE)
-    axes.annotate("ends of runs of fewer steps", next(iter(ends.items())), (0, -14), ha="center",
-                  textcoords="offset points", color=BLUE, fontsize=8)  # fmt: skip
-    final, share = statistics.mean(own.plain), statistics.mean(own.steps)
-    axes.plot([share * steps, steps], [final, final], color=GREY, ls=":", lw=1)
-    axes.set(xlabel="step", title=f"held-out loss, nats per token; mean of {len(seeds)} seeds "
-             f"(points: {len(own.plain)})")  # fmt: skip
-    name_lines(axes)
-    seconds = statistics.mean(own.seconds)
-    headline(figure, f"A GPT of 42 million weights: flash_muon reaches AdamW's final loss in "
-             f"{100 * share:.0f} % of its steps and {100 * seconds:.0f} % of its time")  # fmt: skip
-    return figure
-
-
-FIGURES = {"muon_steps": draw}

@@ -154,10 +154,10 @@ def main(arguments: list[str] | None = None) -> None:
         name = "-".join(["pairs", *case, rule]).replace("steps=", "")
         return name, Part(args, make, args.variants, records.RESULTS / f"{name}.npz")
 
-    parts = list(map(part, chosen))  # they are compiled side by side
-    for _, one in parts:
-        one.compile()
+    parts = list(map(part, chosen))
+    for _, one in parts:  # they are compiled side by side, before the first trains
+        one.wait()
     folder = args.folder or Path("demo_output") / args.preset
     for name, one in parts:
-        at = folder / name if len(parts) > 1 else folder
-        one.train_all(range(args.seed, args.seed + args.seeds), at)
+        if not any(other.late for _, other in parts):
+            one.train_all(range(args.seed, args.seed + args.seeds), folder / name)
