@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="the extra `examples` is not installed")
 
 from benchmarks import figures
+from benchmarks.style import plt
 from tests.repo.pages import PAGES
 
 ELSEWHERE = {"demo"}  # examples/train_gpt.py draws it
@@ -27,7 +28,9 @@ def test_pictures_are_those_of_the_pages():
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_is_drawn(name):
     with jax.numpy_rank_promotion("allow"):  # a layer's shapes are traced, and it broadcasts
-        assert figures.FIGURES[name]().get_suptitle()
+        drawn = figures.FIGURES[name]()
+    assert drawn.get_suptitle()
+    plt.close(drawn)
 
 
 def test_the_command_writes(tmp_path, monkeypatch, capsys):
