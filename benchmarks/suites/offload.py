@@ -27,7 +27,8 @@ class Run(NamedTuple):
     Attributes:
       card: the card's memory in GB; 0: the allocator is not capped.
       flags: the example's flags.
-      allocator: XLA's allocator, if it is not the default; `cuda_async` does not enforce the limit.
+      allocator: XLA's allocator, if not the default. The pool of `cuda_async` may grow beyond the
+        limit, which is when it gives memory back.
     """
 
     card: int
@@ -72,14 +73,16 @@ def table(rows: Rows) -> Table:
         name = {None: "resident, gradient release", "device": "offload, without copies"}.get(
             kind, f"offload, {flags['accumulate']} micro-batches"
         )
-        name += f", `{flags['allocator']}`" if "allocator" in flags else ""
+        limit = of.get("limit_bytes")
+        if "allocator" in flags:  # its pool may grow beyond the limit
+            name, limit = f"{name}, `{flags['allocator']}`", None
         copied = 0.0
         if kind == "pinned_host" and "bytes_per_param" in of:
             shape = flags["shape"]
             state = (of["bytes_per_param"]["value"] - 2) * flags["parameters"]
             copied = state + 2 * tokens * (shape["layers"] + 1) * shape["width"]
         body.append([
-            name, f"{tokens:,}", cell(of.get("limit_bytes"), "{:.1f}", GIB),
+            name, f"{tokens:,}", cell(limit, "{:.1f}", GIB),
             cell(of.get("peak_bytes"), "{:.2f}", GIB), cell(of.get("tokens_per_s"), "{:,.0f}"),
             cell(of.get("step_ms"), "{:.2f}", 1e3), cell(of.get("train_loss"), "{:.2f}"),
             f"{copied / GIB:.1f}", f"{copied / PCIE_4:.1f}",
