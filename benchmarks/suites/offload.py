@@ -1,9 +1,8 @@
 """An 8B Llama on one card of 24 or 48 GB: its optimizer state in host memory.
 
-Each run is one of examples/train_llama.py in a process of its own, whose allocator is capped at
-what such a card leaves. "no copies" has the same
-programs with the state on the device, so that the difference is what copies cost; "resident" is
-gradient release.
+Each run is one of examples/train_llama.py in a process of its own. The default allocator is capped
+at what such a card leaves. "no copies" has the same programs with the state on the device, so that
+the difference is what copies cost; "resident" is gradient release.
 """
 
 import os

@@ -83,9 +83,9 @@ class Gpus:
 
 
 class Job(NamedTuple):
-    """What a run trains, and on how many devices."""
+    """The model of a run, how it is trained, and the number of devices."""
 
-    preset: str  # of the example
+    preset: str  # of examples/train_llama.py
     layout: str
     impl: str
     devices: int
@@ -119,7 +119,7 @@ def trained(args: argparse.Namespace, gpus: Gpus, job: Job) -> records.Rows:
 
 
 def jobs(args: argparse.Namespace) -> Iterator[Job]:
-    """Yield the runs, of most devices first."""
+    """Yield the runs, those on most devices first."""
     for devices in sorted(args.devices, reverse=True):
         for preset in args.preset:
             for layout in args.layout if devices > 1 else ["fsdp"]:
@@ -194,16 +194,19 @@ def _table(rows: records.Rows) -> str:
     return markdown(f"{head}one, peak GiB per device, compile s".split(", "), body)
 
 
+def _speed(rate: Any, one: Any, devices: int) -> list[str]:
+    """Return tokens per second and their share of n times one device's; "" without a record."""
+    share = f"{rate['value'] / (devices * one['value']):.2f}" if rate and one else ""
+    return [cell(rate, "{:,.0f}"), share]
+
+
 def _row(
     model: str, each: int, impl: str, layout: str, devices: int, found: dict[str, Any], one: Any
 ) -> list[str]:
-    rate, share = found.get("tokens_per_s"), ""
-    if rate and one and "tokens_per_s" in one:
-        share = f"{rate['value'] / (devices * one['tokens_per_s']['value']):.2f}"
     return [
         model, str(each), f"`{impl}`", "" if devices == 1 else NAMES[layout], str(devices),
-        cell(rate, "{:,.0f}"), share, cell(found.get("peak_bytes"), "{:.1f}", GIB),
-        cell(found.get("compile_s"), "{:.0f}"),
+        *_speed(found.get("tokens_per_s"), (one or {}).get("tokens_per_s"), devices),
+        cell(found.get("peak_bytes"), "{:.1f}", GIB), cell(found.get("compile_s"), "{:.0f}"),
     ]  # fmt: skip
 
 
@@ -213,16 +216,14 @@ def fsdp(rows: records.Rows) -> Table:
     found = records.select(rows, bench="scaling", model="llama-1b", layout="fsdp")
     found = [row for row in records.on_gpus(found) if row["metric"] == "tokens_per_s"]
     batch = PRESETS["1b"].batch
-    used = [row for row in found if row["impl"] in said
-            and row["run"]["batch"] == batch * row["devices"]]  # fmt: skip
-    used = records.alike(used)
+    used = records.alike([row for row in found if row["impl"] in said
+                          and row["run"]["batch"] == batch * row["devices"]])  # fmt: skip
     values, body = records.grouped(used, "devices", "impl"), []
+    one = values.get(1, {})
     for devices, of in sorted(values.items()):
         line = [str(devices)]
         for impl in said:
-            rate, one = of.get(impl), values.get(1, {}).get(impl)
-            share = f"{rate['value'] / (devices * one['value']):.2f}" if rate and one else ""
-            line += [cell(rate, "{:,.0f}"), share]
+            line += _speed(of.get(impl), one.get(impl), devices)
         body.append(line)
     head = ["GPUs"]
     for name in said.values():

@@ -16,14 +16,13 @@ from benchmarks.records import RESULTS, all_records, newest
 from benchmarks.style import BLUE, GREEN, GREY, ORANGE, VERMILION, band, headline, name_lines, plt
 from benchmarks.suites.pairs import budgets, muon
 from benchmarks.suites.pairs.differences import Differences, differences
-from benchmarks.suites.pairs.presets import PRESETS
+from benchmarks.suites.pairs.presets import PRESETS, VARIANTS, case_of, stem_of
 
 LONG = {rule: RESULTS / f"pairs-gpt2-124m-{rule}.npz" for rule in ("adam", "lion")}
 MIDDLE = {rule: RESULTS / f"pairs-gpt-42m-{rule}.npz" for rule in ("adam", "lion")}
 SHORT = RESULTS / "pairs-gpt2-124m-200-adam.npz"
 SMALL = RESULTS / "pairs-smoke-gpt2-400-adam.npz"
 LLAMA = RESULTS / "pairs-llama-58m-adam.npz"
-MUON = [RESULTS / f"pairs-gpt-42m-muon-lr={of}.npz" for of in ("0.004-adam", "0.016-muon")]
 PAIRS = {"adam": ("adamw", "flash_adamw", BLUE), "lion": ("lion", "flash_lion", ORANGE)}
 NAMES = 6.0  # bytes where names stand: no state is between 5.2 bytes and the 12 of AdamW
 FROM = 100  # steps: before, losses fall too steeply to be compared
@@ -173,20 +172,19 @@ def steps_of_muon() -> Any:
     """AdamW's and Muon's mean held-out losses along their runs, and Muon's ends by steps."""
     own, steps = muon.race(newest(all_records()), muon.PRESET), PRESETS[muon.PRESET].steps
     figure, axes = plt.subplots(figsize=(8.4, 3.2))
-    stored = [curves.load(path).runs for path in MUON]
-    names = muon.BASE, muon.OURS
-    seeds = [
-        seed
-        for seed in own.plain
-        if all(f"{name} seed {seed}" in of for name, of in zip(names, stored, strict=True))
-    ]
-    for name, of, label, color in zip(
-        names, stored, ("AdamW", muon.OURS), (GREY, BLUE), strict=True
-    ):
-        drawn = [of[f"{name} seed {seed}"] for seed in seeds]
+    lines = ((muon.BASE, "AdamW", GREY), (muon.OURS, muon.OURS, BLUE))
+    stored = {}
+    for (name, *_), rate in zip(lines, own.rates, strict=True):
+        case = case_of(muon.PRESET, VARIANTS[name].rule, lr=rate)
+        stored[name] = curves.load(RESULTS / f"{stem_of(case)}.npz").runs
+    ends = {muon.BASE: own.plain,
+            muon.OURS: {seed: of[steps] for seed, of in own.ours.items()}}  # fmt: skip
+    seeds = [seed for seed in own.plain
+             if all(f"{name} seed {seed}" in runs for name, runs in stored.items())]  # fmt: skip
+    for name, label, color in lines:
+        drawn = [stored[name][f"{name} seed {seed}"] for seed in seeds]
         for seed, run in zip(seeds, drawn, strict=True):  # the runs of the table
-            end = own.plain[seed] if name == muon.BASE else own.ours[seed][steps]
-            assert math.isclose(run["val_loss"][-1], end, rel_tol=1e-6)
+            assert math.isclose(run["val_loss"][-1], ends[name][seed], rel_tol=1e-6)
         mean = np.mean([run["val_loss"] for run in drawn], axis=0)
         axes.plot(drawn[0]["val_step"][1:], mean[1:], color=color, label=label)
     axes.plot(list(own.ends), list(own.ends.values()), "o:", color=BLUE, lw=1)

@@ -14,7 +14,7 @@ from benchmarks.claims import Missing, some
 from benchmarks.claims.findings import beside
 from benchmarks.records import Rows, alike, select
 from benchmarks.render import Rendered, Table
-from benchmarks.suites.pairs.presets import PRESETS, VARIANTS
+from benchmarks.suites.pairs.presets import MUON, PRESETS, VARIANTS, case_of
 
 PRESET, LARGER = "gpt-42m-muon", "gpt2-124m-muon"
 BASE, OURS = "adamw", "flash_muon"
@@ -121,7 +121,7 @@ def forms(rows: Rows) -> Table:
     body, used = [], []
     for name in FORMS:
         try:
-            pair = beside(rows, f"{PRESET} lr={rate:g}/{VARIANTS[OURS].rule}", OURS, name)
+            pair = beside(rows, case_of(PRESET, MUON, lr=rate), OURS, name)
         except Missing:
             continue
         says = VARIANTS[name].says.partition(", ")[2]

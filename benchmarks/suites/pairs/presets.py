@@ -157,6 +157,20 @@ VARIANTS |= {
     )
     for name in ("adamw", "split", "coat_adamw", "coat_adamw-f32")
 }
+
+
+def case_of(preset: str, rule: str, steps: int | None = None, lr: float | None = None) -> str:
+    """Return the case of records; a length or a rate that is not the preset's is in it."""
+    more = {"steps": steps, "lr": lr}
+    changed = [f"{name}={value:g}" for name, value in more.items() if value is not None]
+    return " ".join([preset, *changed]) + f"/{rule}"
+
+
+def stem_of(case: str) -> str:
+    """Return the name of the file of a case's curves, without its ending."""
+    return "pairs-" + case.replace("steps=", "").replace(" ", "-").replace("/", "-")
+
+
 BASES = {ADAM: "adamw", LION: "lion", MUON: "muon"}
 
 

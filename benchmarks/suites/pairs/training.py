@@ -26,7 +26,16 @@ import optax_lowmem as lowmem
 from benchmarks import records, training
 from benchmarks.suites.pairs import states
 from benchmarks.suites.pairs.gpt2 import GPT2
-from benchmarks.suites.pairs.presets import ADAM, BASES, LION, PRESETS, VARIANTS, Pairs
+from benchmarks.suites.pairs.presets import (
+    ADAM,
+    BASES,
+    LION,
+    PRESETS,
+    VARIANTS,
+    Pairs,
+    case_of,
+    stem_of,
+)
 from benchmarks.training import Curve, Part, Program, changed, parser
 
 CLIP = 1.0
@@ -61,7 +70,7 @@ class Experiment(training.Experiment):
     bench = "pairs"
 
     def __init__(self, run: Pairs, text: training.Text, rule: str, case: str):
-        self.base, self.validations, self._case = BASES[rule], run.validations, f"{case}/{rule}"
+        self.base, self.validations, self._case = BASES[rule], run.validations, case
         super().__init__(run, text, 0)
 
     @property
@@ -147,11 +156,8 @@ def main(arguments: list[str] | None = None) -> None:
     def part(given: tuple[int | None, float | None]) -> tuple[str, Part]:
         steps, lr = given
         run = changed(preset, steps=steps, rates=None if lr is None else {rule: lr})
-        # another case than the preset's
-        more = {"steps": steps, "lr": lr}
-        case = [args.preset, *(f"{k}={v:g}" for k, v in more.items() if v is not None)]
-        make = functools.partial(Experiment, run, text, rule, " ".join(case))
-        name = "-".join(["pairs", *case, rule]).replace("steps=", "")
+        case = case_of(args.preset, rule, steps, lr)
+        make, name = functools.partial(Experiment, run, text, rule, case), stem_of(case)
         return name, Part(args, make, args.variants, records.RESULTS / f"{name}.npz")
 
     parts = list(map(part, chosen))
@@ -159,5 +165,6 @@ def main(arguments: list[str] | None = None) -> None:
         one.wait()
     folder = args.folder or Path("demo_output") / args.preset
     for name, one in parts:
-        if not any(other.late for _, other in parts):
-            one.train_all(range(args.seed, args.seed + args.seeds), folder / name)
+        one.train_all(range(args.seed, args.seed + args.seeds), folder / name)
+        if one.late:
+            break
