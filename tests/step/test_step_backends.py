@@ -67,6 +67,7 @@ GPU_KERNELS = ("pallas on a GPU", "triton on a GPU")
 # of which most leaves are several, the last partial
 TILES = {"pallas": Tile(512, 4), "triton": Tile(512, 4), "pallas_tpu": Tile(1 << 12)}
 SMALL = tuning.Tuning(TILES["pallas"])
+LAUNCH = gpu_step.launch.__wrapped__  # without jit, also where a test replaces `gpu_step.launch`
 
 
 def by_triton(rule, plans, leaves, names, scalars, keys, numbers, tile):
@@ -75,9 +76,7 @@ def by_triton(rule, plans, leaves, names, scalars, keys, numbers, tile):
     @jax.jit
     def run(*arrays):
         leaves, *others = arrays
-        return gpu_step.launch.__wrapped__(
-            rule, plans, leaves, names, *others, tile, backend="triton"
-        )
+        return LAUNCH(rule, plans, leaves, names, *others, tile, backend="triton")
 
     return run(leaves, scalars, keys, numbers)
 
@@ -562,7 +561,7 @@ def test_one_cut_is_as_good_as_another(interpreted):
 
 def launched(case, tile):
     """Trace Pallas' kernel anew, with a test's changes, and run it on a case in interpret mode."""
-    anew = functools.partial(gpu_step.launch.__wrapped__, backend="interpret")
+    anew = functools.partial(LAUNCH, backend="interpret")
     run = functools.partial(launch_cases.launch, case, anew, tile)
     return jax.jit(run, compiler_options=SAME_BITS)()
 
