@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import re
+import sys
 from collections.abc import Callable
 from unittest import mock
 
@@ -19,7 +20,7 @@ pytest.importorskip("rich")
 
 from _llama.model import Llama
 
-from benchmarks import ROOT, absent_gpu, records, render, run, tables
+from benchmarks import ROOT, absent_gpu, records, render, run, small_gpu, tables
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes
 from benchmarks.suites import kernels, memory, offload, plan, release
 from benchmarks.suites.end_to_end import bench as end_to_end
@@ -212,6 +213,49 @@ def test_state_on_the_host_in_small(tmp_path):
     _, body, _ = offload.table(rows)
     assert [line[0].split(",")[0] for line in body] == ["offload", "offload", "resident"]
     assert float(body[0][-2]) == 0.0 and all(float(line[5]) > 0 for line in body)
+
+
+class Driver:
+    """libcuda of a GPU with 140.0 GiB free, of which contexts take 0.5."""
+
+    def __init__(self, error=0):
+        self.free, self.error = 140 << 30, error
+
+    def __getattr__(self, name):
+        return lambda *args: 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):  # noqa: N802
+        self.free -= 1 << 29
+        return 0
+
+    def cuMemGetInfo_v2(self, free, total):  # noqa: N802
+        free._obj.value, total._obj.value = self.free, 141 << 30
+        return 0
+
+    def cuMemAlloc_v2(self, address, size):  # noqa: N802
+        self.free -= size.value
+        return self.error
+
+
+def test_a_large_gpu_with_the_memory_of_a_smaller_one(monkeypatch):
+    drivers = iter([Driver(), Driver(), Driver(error=2)])
+    monkeypatch.setattr("ctypes.CDLL", lambda name: next(drivers))
+    assert small_gpu.fill(23.0) == 23.0
+    with pytest.raises(RuntimeError, match="139.5 GiB are free, asked to leave 139.8"):
+        small_gpu.fill(139.8)
+    with pytest.raises(RuntimeError, match="cuMemAlloc_v2 returned CUDA error 2"):
+        small_gpu.fill(23.0)
+
+
+def test_a_smaller_gpu_while_a_run_lasts(monkeypatch):
+    script = "import sys; print('full', flush=True); sys.stdin.read()"
+    monkeypatch.setattr(small_gpu, "_COMMAND", [sys.executable, "-c", script])
+    with small_gpu.leaving(23.0) as process:
+        assert process.poll() is None
+    assert process.returncode == 0
+    monkeypatch.setattr(small_gpu, "_COMMAND", [sys.executable, "-c", "raise SystemExit(1)"])
+    with pytest.raises(RuntimeError, match="23.0 failed"), small_gpu.leaving(23.0):
+        pass
 
 
 # ---- commands ------------------------------------------------------------------------------------
