@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import itertools
 import math
-from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -357,11 +356,9 @@ def test_a_diverged_run_ends():
 
 def test_no_run_starts_too_late(monkeypatch, capsys):
     monkeypatch.setattr(shared, "load_text", lambda run, cache: text_for(run.context))
-    compiled = futures.Future()
-    compiled.set_result(())
-    monkeypatch.setattr(shared, "compile_all", lambda experiment, names: {
-        name: (shared.Program(None, None, None, 1), compiled) for name in names
-    })  # fmt: skip
+    traced = shared.Program(None, None, None, 1)
+    monkeypatch.setattr(switchback.Experiment, "lower", lambda experiment, name: traced)
+    monkeypatch.setattr(shared.Program, "compile", lambda program: ())
     run.suite("switchback")("--preset smoke --variants standard llm_int8 --limit 0".split())
     assert "llm_int8 is left out after" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="not a multiple"):

@@ -11,7 +11,8 @@ from _llama.config import PRESETS as LLAMAS
 
 from benchmarks import llama, records
 from benchmarks.llama import Variant
-from benchmarks.training import SMALL, SMOKE, Curve, Part, Run, built, parser, usual
+from benchmarks.training import SMALL, SMOKE, Curve, Run
+from benchmarks.variants import Part, built, parser, usual
 
 CURVES = records.RESULTS / "coat_activations.npz"
 PART = "run"

@@ -19,7 +19,8 @@ from _gpt.config import ModelShape, Settings, matrices
 import optax_lowmem as lowmem
 from benchmarks import training
 from benchmarks.curves import CURVES
-from benchmarks.training import Curve, Part, Program, built, parser
+from benchmarks.training import Curve, Program
+from benchmarks.variants import Part, built, parser
 from optax_lowmem import codecs
 
 GROUP = 256

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks import records
 from benchmarks.suites.gaussws import training
 from benchmarks.suites.gaussws.training import PRESETS, End, Experiment
-from benchmarks.training import Part, built, parser, usual
+from benchmarks.variants import Part, built, parser, usual
 from optax_lowmem import gaussws
 from optax_lowmem._src.core import trees
 
@@ -49,7 +49,7 @@ def cast_losses(trained: Part, name: str, ends: dict[str, End]) -> Iterator[tupl
 
     Those of the base are by the bitwidths of the runs with noise.
     """
-    (weights, own), (_, evaluate) = ends[name], trained.compiled[name]
+    (weights, own), (_, evaluate) = ends[name], trained.compiled(name)
     whose = {name[-4:].strip("[]"): name} if own else {"od": training.OD, "all": training.ALL}
     like = jax.eval_shape(trained.programs[name].start)[0]
     held_out = trained.experiment.text.held_out

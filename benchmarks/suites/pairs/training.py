@@ -36,7 +36,8 @@ from benchmarks.suites.pairs.presets import (
     case_of,
     stem_of,
 )
-from benchmarks.training import Curve, Part, Program, changed, parser
+from benchmarks.training import Curve, Program, changed
+from benchmarks.variants import Part, parser
 
 CLIP = 1.0
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks import records
 from benchmarks.suites.switchback.training import PRESETS, VARIANTS, Experiment
-from benchmarks.training import Part, built, parser, usual
+from benchmarks.variants import Part, built, parser, usual
 from optax_lowmem import layers
 from optax_lowmem._src.quantized_matmul import INT8, quantize
 
