@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 import optax_lowmem as lowmem
 from optax_lowmem import release
 from optax_lowmem._src.core import host
-from optax_lowmem._src.release import offload, room
+from optax_lowmem._src.release import offload_step, room
 from tests.compilation import QUICK_COMPILE
 from tests.contract_cases import assert_same
 from tests.step.test_release import (
@@ -99,7 +99,7 @@ def test_streamed_bits_are_resident_bits(name, how):
 
 def test_inputs_of_the_last_stage_are_freed(monkeypatch):
     """An update has its dx beside it, and the next input."""
-    counts, update = [], offload.Run.update
+    counts, update = [], offload_step.Run.update
     x = jax.eval_shape(MODEL.first, weights(), batches()[0])
 
     def counted(*args):
@@ -107,7 +107,7 @@ def test_inputs_of_the_last_stage_are_freed(monkeypatch):
         counts.append(sum(a.shape == x.shape and a.dtype == x.dtype for a in here))
         return update(*args)
 
-    monkeypatch.setattr(offload.Run, "update", counted)
+    monkeypatch.setattr(offload_step.Run, "update", counted)
     offloaded(make("flash_lion"), weights(), steps=1)
     assert len(counts) == LAYERS + 2 and max(counts) <= 2
 

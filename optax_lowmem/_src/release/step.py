@@ -14,7 +14,7 @@ from optax_lowmem._src.core.hyperparameters import check_choice, check_count
 from optax_lowmem._src.core.sharding import placements
 from optax_lowmem._src.release import stages
 from optax_lowmem._src.release.model import Layered, LayerFunction, Parts, Stack, map_x
-from optax_lowmem._src.release.offload import Offloaded
+from optax_lowmem._src.release.offload_step import Offloaded
 from optax_lowmem._src.release.optimizer import Optimizer
 from optax_lowmem._src.release.trace import Program, trace
 from optax_lowmem._src.release.update import (
