@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
 
 CAPS = {24: 22.3, 48: 44.7}  # GiB that JAX may use, by card
-BESIDE = 0.7  # GiB of a process beside JAX's allocator: its CUDA context, code and libraries
+BESIDE = 1.0  # GiB of a process beside arrays: its CUDA context, code and libraries
 RUNS = {
     "24": Run(24, "--offload --batch 8 --accumulate 4 --steps 50", "cuda_async"),
     "24-long": Run(24, "--offload --batch 256 --accumulate 256 --steps 3", "cuda_async"),
