@@ -15,7 +15,7 @@ from optax_lowmem._src.release.model import Layered, take_apart
 from optax_lowmem._src.release.optimizer import Optimizer
 from optax_lowmem._src.release.update import read_layer
 
-read_one_layer = Stage(read_layer, static_argnums=2)
+read_layer_stage = Stage(read_layer, static_argnums=2)
 
 
 def offload(
@@ -97,7 +97,7 @@ def offload(
         if state is None:  # the first layer, and all are equal
             return PerLayer(moved(x) for _ in range(number))
         on_device = host.put(x, here)
-        pieces = [moved(read_one_layer(on_device, np.int32(i), number)) for i in range(number)]
+        pieces = [moved(read_layer_stage(on_device, np.int32(i), number)) for i in range(number)]
         if isinstance(x, jax.Array):
             x.delete()
         return PerLayer(pieces)

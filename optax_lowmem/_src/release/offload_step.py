@@ -24,7 +24,7 @@ from optax_lowmem._src.core import context, host, trees
 from optax_lowmem._src.core.host import PerLayer, Stage
 from optax_lowmem._src.release import room, stages
 from optax_lowmem._src.release.model import Layered, Parts
-from optax_lowmem._src.release.offload import read_one_layer
+from optax_lowmem._src.release.offload import read_layer_stage
 from optax_lowmem._src.release.optimizer import Optimizer
 from optax_lowmem._src.release.update import Plans, Update, squares_of, write_layer
 from optax_lowmem._src.step.state import Row, from_row, stored_fields, to_row
@@ -288,7 +288,7 @@ class Run:
     def layer(self, path: str, i: int) -> list[jax.Array]:
         """Return a copy of the weights of a layer."""
         stack = self.plans.parts.stacks[path]
-        return read_one_layer([self.weights[j] for j in stack.indices], np.int32(i), stack.layers)
+        return read_layer_stage([self.weights[j] for j in stack.indices], np.int32(i), stack.layers)
 
     def forward(self, batches: list[Any]) -> None:
         """Compute the inputs of all layers and of the last stage."""
@@ -319,7 +319,7 @@ class Run:
             dxs.append(dx)
         self.finish_rest(-1, total, use)
         del x, xs, dx  # so that the arrays are freed
-        of_rest = total = None
+        rest_gradients = total = None
         for path, i in reversed(self.layers):
             arrived, weights = next(coming), self.layer(path, i)
             for m, batch in enumerate(batches):
@@ -327,13 +327,13 @@ class Run:
                     path, weights, self.rest, next(inputs), dxs[m], batch, total
                 )
                 self.running.add(dxs[m])
-            of_rest = programs.add(of_rest, total[1]) if of_rest else total[1]
+            rest_gradients = programs.add(rest_gradients, total[1]) if rest_gradients else total[1]
             use((path, i), total[0], arrived, weights)
             del arrived, weights
             total = None
             if i == 0:
-                self.finish_rest(1 + stacks.index(path), of_rest, use)
-                of_rest = None
+                self.finish_rest(1 + stacks.index(path), rest_gradients, use)
+                rest_gradients = None
         self.leaving.drain()  # frees the state of the last layers
         for dx, batch in zip(dxs, batches, strict=True):
             total = jax.block_until_ready(programs.back_first(self.rest, dx, batch, total))

@@ -80,8 +80,8 @@ def pull_layer(
 
     read = [parts.leaves[at] for at in positions]
     _, pull = jax.vjp(forward, weights, read, floats(x))
-    gradients, of_rest, dx = pull(dx)
-    return jax.tree.leaves(gradients), of_rest, dx
+    gradients, rest_gradients, dx = pull(dx)
+    return jax.tree.leaves(gradients), rest_gradients, dx
 
 
 def last(

@@ -354,10 +354,10 @@ class Passes:
                 saved,
             )
             of_layer = treedef.unflatten([w[0] for w in weights])
-            gradients, of_rest, dx = stages.pull_layer(
+            gradients, rest_gradients, dx = stages.pull_layer(
                 layer, parts, of_layer, positions, x, dx, self.batch
             )
-            totals = [total + g for total, g in zip(totals, of_rest, strict=True)]
+            totals = [total + g for total, g in zip(totals, rest_gradients, strict=True)]
             gradients = [use.each(g) for g in gradients]
             return dx, totals, use.layer(stack, i, weights, gradients, of_use)
 
