@@ -16,7 +16,6 @@ from benchmarks import ROOT
 from benchmarks.render import GIB
 
 _COMMAND = [sys.executable, "-m", "benchmarks.small_gpu"]
-_CUDA = "libcuda.so.1"  # the driver itself: JAX would take memory of its own
 
 
 def fill(free_gib: float) -> float:
@@ -28,7 +27,7 @@ def fill(free_gib: float) -> float:
     Raises:
       RuntimeError: the driver reports an error, or less is free already.
     """
-    driver = ctypes.CDLL(_CUDA)
+    driver = ctypes.CDLL("libcuda.so.1")  # without JAX, which would allocate more
 
     def call(name: str, *args: object) -> None:
         if code := getattr(driver, name)(*args):

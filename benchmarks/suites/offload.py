@@ -116,8 +116,8 @@ def main(arguments: list[str] | None = None) -> None:
                    "--data-parallel", "1", *flags.split(), *stored]  # fmt: skip
         command += ["--steps", str(args.steps)] if args.steps else []
         command += ["--log", str(args.losses / f"{name}.jsonl")] if args.losses else []
-        free_gib = CAPS[card] + BESIDE if card and allocator and whole else None
-        with small_gpu.leaving(free_gib) if free_gib else contextlib.nullcontext():
+        bounded = card and allocator and whole
+        with small_gpu.leaving(CAPS[card] + BESIDE) if bounded else contextlib.nullcontext():
             code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
         failed += [name] if code not in (FITS, OUT_OF_MEMORY) else []
     if failed:

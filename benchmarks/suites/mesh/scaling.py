@@ -186,7 +186,7 @@ def _table(rows: records.Rows) -> str:
         for impl, layouts in by_impl.items()
     ]
     for *case, layouts in cases:
-        one = layouts.get("fsdp", {}).get(1)
+        one = layouts.get("fsdp", {}).get(1, {})
         for layout, by_devices in layouts.items():
             for devices, found in sorted(by_devices.items()):
                 body.append(_row(*case, layout, devices, found, one))
@@ -205,7 +205,7 @@ def _row(
 ) -> list[str]:
     return [
         model, str(each), f"`{impl}`", "" if devices == 1 else NAMES[layout], str(devices),
-        *_speed(found.get("tokens_per_s"), (one or {}).get("tokens_per_s"), devices),
+        *_speed(found.get("tokens_per_s"), one.get("tokens_per_s"), devices),
         cell(found.get("peak_bytes"), "{:.1f}", GIB), cell(found.get("compile_s"), "{:.0f}"),
     ]  # fmt: skip
 
