@@ -258,6 +258,26 @@ def test_a_smaller_gpu_while_a_run_lasts(monkeypatch):
         pass
 
 
+def test_runs_with_the_memory_of_a_24_gb_card(monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def leaving(free_gib):
+        seen.append(f"{free_gib:.1f} GiB")
+        yield
+        seen.append("all")
+
+    def train(command, env, **how):
+        seen.append(env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default"))
+        return mock.Mock(returncode=0)
+
+    monkeypatch.setattr(offload, "device_gib", lambda: 140.0)
+    monkeypatch.setattr(small_gpu, "leaving", leaving)
+    monkeypatch.setattr(offload.subprocess, "run", train)
+    offload.main("--only 24 48 resident".split())
+    assert seen == ["23.3 GiB", "cuda_async", "all", "default", "default"]
+
+
 # ---- commands ------------------------------------------------------------------------------------
 COMMAND = re.compile(r"python -m (benchmarks[\w.]*)(?: (\w+))?")
 FOLDERS = {"benchmarks": "*.py", "docs": "*.md", "notebooks": "*.ipynb", "tests": "*.py"}
