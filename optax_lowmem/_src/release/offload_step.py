@@ -8,6 +8,10 @@ are the largest, run one micro-batch at a time.
 XLA's allocator cannot move arrays: a small one between two large ones leaves holes that are too
 small for the gradient of an embedding. So dx takes the place of the input of the last stage, and
 that of a layer the place of the one before.
+
+Long steps pass micro-batches through the model in several parts, and add their gradients in host
+memory. The sums of the rest (the embedding's, the head's) are added before its state is brought,
+and layers follow when both have left: together they need more memory than a layer does.
 """
 
 import dataclasses
@@ -318,6 +322,8 @@ class Run:
             losses.append(jax.block_until_ready(loss))
             dxs.append(dx)
         self.finish_rest(-1, total, use)
+        if len(batches) < self.step.micro_batches:
+            self.leaving.drain()  # frees the gradients and the state of the head
         del x, xs, dx  # so that the arrays are freed
         rest_gradients = total = None
         for path, i in reversed(self.layers):
@@ -350,21 +356,24 @@ class Run:
             unread = {at: _zeros_like(rest[at]) for at in positions if at not in self.totals}
             unread = self.bring(unread)
             gradients = [unread.get(at, self.totals.pop(at, None)) for at in positions]
-            use(positions, gradients, self.arriving(positions, use))
+            use(positions, gradients)
 
     # ---- uses of the gradients of a stage: a layer, or leaves of the rest ----
 
-    def square(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
+    def square(self, key: Any, gradients: Any, arrived: Any = None, weights: Any = None) -> None:
         """Square gradients, for their norm."""
         self.squares.append(self.programs.squares(self.complete(key, gradients, keep=True)))
 
-    def store(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
+    def store(self, key: Any, gradients: Any, arrived: Any = None, weights: Any = None) -> None:
         """Add gradients to their sum over micro-batches, and keep it in the memory of the state."""
         self.sums[key] = self.put(self.complete(key, gradients))
         self.leaving.add(self.sums[key])
 
-    def update(self, key: Any, gradients: Any, arrived: Any, weights: Any = None) -> None:
+    def update(self, key: Any, gradients: Any, arrived: Any = None, weights: Any = None) -> None:
         gradients = self.complete(key, gradients)
+        if arrived is None:  # the state of the rest, once the memory of the sums is free
+            jax.block_until_ready(gradients)
+            arrived = self.bring(self.rows(key))
         of_step = self.state.count, self.state.seed, self.factor
         indices, layer = self.leaves_of(key)
         leaves = [self.weights[i] for i in indices]
