@@ -75,8 +75,8 @@ def table(rows: Rows) -> Table:
             kind, f"offload, {flags['accumulate']} micro-batches"
         )
         limit = of.get("limit_bytes")
-        if "allocator" in flags:  # recorded before another process held the rest of the GPU
-            name, limit = f"{name}, `{flags['allocator']}`", None
+        if "allocator" in flags:
+            name = f"{name}, `{flags['allocator']}`"
         copied = 0.0
         if kind == "pinned_host" and "bytes_per_param" in of:
             shape = flags["shape"]
@@ -115,7 +115,9 @@ def main(arguments: list[str] | None = None) -> None:
         command = [sys.executable, str(ROOT / "examples/train_llama.py"), "--preset", args.preset,
                    "--data-parallel", "1", *flags.split(), *stored]  # fmt: skip
         command += ["--steps", str(args.steps)] if args.steps else []
-        command += ["--log", str(args.losses / f"{name}.jsonl")] if args.losses else []
+        if args.losses:
+            args.losses.mkdir(parents=True, exist_ok=True)
+            command += ["--log", str(args.losses / f"{name}.jsonl")]
         bounded = card and allocator and whole
         with small_gpu.leaving(CAPS[card] + BESIDE) if bounded else contextlib.nullcontext():
             code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode

@@ -24,13 +24,13 @@ def test_half_of_the_cases_are_late():
 
 
 def test_recorded_runs_of_8b_with_the_state_in_host_memory():
-    """Steps of 8 rows of 2,048 tokens, in micro-batches."""
+    """Steps of 8 and 256 rows of 2,048 tokens, in micro-batches, with the memory of 24 GB."""
     rows = records.select(records.newest(records.all_records(), bench="train"), metric="peak_bytes")
-    rows = [r for r in rows if "offload=pinned_host" in r["case"] and r["flags"]["batch"] == 8]
+    rows = [row for row in rows if row["flags"].get("allocator") == "cuda_async"]
     sizes = plan.decoder(MODELS["8B"])
     modes = plan.plan_decoder(sizes, "flash_adamw", 0, 2048, accumulate=True).modes
     (mode,) = (mode for mode in modes if mode.name == "offload")
-    peaks = {8 // row["flags"]["accumulate"]: row["value"] for row in rows}
+    peaks = {r["flags"]["batch"] // r["flags"]["accumulate"]: r["value"] for r in rows}
     assert peaks.keys() == {1, 2}
     for at_once, peak in peaks.items():
         assert mode.total_bytes(at_once) == pytest.approx(peak, rel=tol.PLANNED)

@@ -112,6 +112,32 @@ def test_inputs_of_the_last_stage_are_freed(monkeypatch):
     assert len(counts) == LAYERS + 2 and max(counts) <= 2
 
 
+def test_layers_of_a_long_step_have_the_memory_of_the_head(monkeypatch):
+    """Nor are its state and the sums of its gradients on the device together."""
+    Run = offload_step.Run
+    codes, leaving, complete, layer = [], [], Run.complete, Run.layer
+    model = dataclasses.replace(MODEL, last=lambda rest, *args: loss(rest["head"], *args))
+    params = weights()
+    params["head"] = {"embed": params["embed"]}
+    shape = params["embed"].shape
+
+    def counted(run, key, *args, **how):
+        here = [a for a in jax.live_arrays() if a.sharding.memory_kind != host.PINNED]
+        codes.append(sum(a.shape == shape and a.dtype == jnp.int8 for a in here))
+        return complete(run, key, *args, **how)
+
+    def read(run, path, i):
+        if i == LAYERS - 1:  # the first layer of the backward pass
+            leaving.append(len(run.leaving._stages))
+        return layer(run, path, i)
+
+    monkeypatch.setattr(Run, "complete", counted)
+    monkeypatch.setattr(Run, "layer", read)
+    offloaded(make("flash_lion"), params, steps=1, model=model, micro_batches=4, at_once=2)
+    assert codes and max(codes) == 0
+    assert leaving[1::2] == [0, 0]
+
+
 @pytest.mark.parametrize("name", rows(["flash_adamw", "flash_lion"], ["flash_lion"]))
 def test_it_is_the_jitted_step(name):
     """Its stages are programs of their own, which XLA fuses like the whole."""

@@ -114,7 +114,7 @@ def trained(args: argparse.Namespace, gpus: Gpus, job: Job) -> records.Rows:
             found = {row["metric"]: row["value"] for row in records.load(file)}
     values = {name: (found[name], unit) for name, unit in METRICS.items() if name in found}
     case = f"llama-{preset} {layout}={devices} batch={batch}"
-    impl += "" if xla == "default" else f", {xla}"
+    impl += f", {xla}" if len(args.flags) > 1 or xla != "default" else ""
     return records.records_of("scaling", case, impl, values, **more, run=run)
 
 
@@ -170,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def table(rows: records.Rows) -> str:
     """A table for each kind of GPU and version of JAX."""
     found = records.on_gpus(records.newest(rows, bench="scaling"))
+    found = [row for row in found if row["impl"].partition(", ")[2] not in FLAGS]
     if not found:
         return "Not measured yet. `python -m benchmarks.run scaling --record` measures it.\n"
     return by_machine(found, lambda own: _table(own) + source(own))
@@ -231,4 +232,23 @@ def fsdp(rows: records.Rows) -> Table:
     return head, body, used
 
 
-TABLES = {"scaling": table, "scaling_fsdp": Rendered(fsdp, "scaling")}
+def flags(rows: records.Rows) -> Table:
+    """Tokens per second of the 1B model with other flags of XLA, beside its defaults."""
+    found = records.on_gpus(records.select(rows, bench="scaling", model="llama-1b"))
+    found = [row | {"xla": row["impl"].partition(", ")[2]} for row in found]
+    compared = [row for row in found if row["xla"] in FLAGS]
+    used = records.alike(compared, "device", "jax", "commit", "case")
+    values, body = records.grouped(used, "xla", "metric"), []
+    for name, of in values.items():
+        rate, usual = of["tokens_per_s"], values["default"]["tokens_per_s"]
+        change = "" if name == "default" else f"{100 * (rate['value'] / usual['value'] - 1):+.1f} %"
+        words = "<br>".join(f"`{flag}`" for flag in FLAGS[name].split()) or "default"
+        body.append([words, cell(rate, "{:,.0f}"), change, cell(of["peak_bytes"], "{:.1f}", GIB)])
+    return ["XLA_FLAGS", "tokens/s", "over the default", "peak GiB per device"], body, used
+
+
+TABLES = {
+    "scaling": table,
+    "scaling_fsdp": Rendered(fsdp, "scaling"),
+    "scaling_flags": Rendered(flags, "scaling --flags default sequential combine-1g"),
+}
