@@ -420,7 +420,7 @@ class Run:
         return host.put(tree, self.here, **how)
 
     def arriving(self, key: Any, use: Callable[..., None]) -> Any:
-        """Copy to the device the state of a stage, if `use` needs it."""
+        """Copy to the device the state of a layer, if `use` needs it."""
         return self.bring(self.rows(key)) if use == self.update else None
 
     def rows(self, key: Any) -> list[Row]:
