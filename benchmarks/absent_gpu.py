@@ -6,7 +6,9 @@ of the operands and results of each kernel: an operand that a kernel reads twice
 one that the L2 cache still has.
 """
 
+import contextlib
 import os
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -21,18 +23,19 @@ from benchmarks.suites.tpu.program import Program
 from optax_lowmem._src.kernels import platform
 
 OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+_BYTES = 84_978_434_048  # of memory
 # XLA's description of the device, as text of its protocol buffer
-_TARGET = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 } threads_per_block_limit: 1024 threads_per_warp: 32
+_TARGET = f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 }} threads_per_block_limit: 1024 threads_per_warp: 32
   threads_per_core_limit: 2048 shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
   shared_memory_per_core: 233472 registers_per_block_limit: 65536 registers_per_core_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 core_count: 132
   fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800 memory_bandwidth: 3352320000000
-  device_memory_size: 84978434048 runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
+  device_memory_size: {_BYTES} runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
   dnn_version: "9.8.0"
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 }
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }}
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
@@ -53,6 +56,26 @@ def cudnn() -> Any:
     return mock.patch(name, lambda: 90800)
 
 
+@contextlib.contextmanager
+def present(on: Mesh) -> Iterator[None]:
+    """Show code the H100s of a `mesh` as this machine's devices."""
+    limit = int(0.75 * _BYTES)  # JAX's default
+    first = types.SimpleNamespace(
+        device_kind=on.devices.flat[0].device_kind,
+        compute_capability="9.0",
+        memory_stats=lambda: {"bytes_limit": limit},
+    )
+    with (
+        mock.patch.object(jax, "devices", lambda: list(on.devices.flat)),
+        mock.patch.object(jax, "local_devices", lambda: [first]),
+        mock.patch.object(jax, "device_count", lambda: on.size),
+        mock.patch.object(jax, "default_backend", lambda: "gpu"),
+        mock.patch.object(platform, "no_device_reason", lambda: None),
+        mock.patch.object(platform, "not_hopper_reason", lambda: None),
+    ):
+        yield
+
+
 def compiled(
     on: Mesh,
     function: Callable[..., Any],
@@ -71,15 +94,14 @@ def compiled(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or every)
 
     args = jax.tree.map(placed, args)
-    with (
-        jax.sharding.use_abstract_mesh(on.abstract_mesh),
-        mock.patch.object(jax, "device_count", lambda: on.size),
-        mock.patch.object(platform, "no_device_reason", lambda: None),
-        mock.patch.object(platform, "not_hopper_reason", lambda: None),
-    ):
-        traced = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings).trace(*args)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-        return lowered.compile(compiler_options=OPTIONS)
+    with present(on), jax.sharding.use_abstract_mesh(on.abstract_mesh):
+        return build(jax.jit(function, donate_argnums=donated, out_shardings=out_shardings), *args)
+
+
+def build(function: Any, *args: Any) -> Compiled:
+    """Compile what `jax.jit` returned, where H100s are `present`."""
+    lowered = function.trace(*args).lower(lowering_platforms=("cuda",))
+    return lowered.compile(compiler_options=OPTIONS)
 
 
 def program(on: Mesh, function: Callable[..., Any], *args: Any, **more: Any) -> str:

@@ -27,6 +27,7 @@ SUITES |= {
     "pairs": "pairs.training",
     "reshard": "mesh.reshard",
     "scaling": "mesh.scaling",
+    "scaling_memory": "mesh.compiled",
     "tune": "step.tune",
 }  # fmt: skip
 

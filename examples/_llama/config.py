@@ -111,8 +111,8 @@ class Preset:
     remat: str = AUTO
 
 
-# 60m to 350m are the sizes that papers on low-memory training compare on, 1b, 3b and 8b are
-# Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B.
+# 60m to 350m are the sizes that papers on low-memory training compare on; 1b, 3b, 8b and 30b are
+# Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B and the first Llama-30B.
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(Shape(4, 64, 192, 4, 2, 256), 64, 8, 60, 1e-2),
     "60m": Preset(Shape(8, 512, 1376, 8, 8, 32_000), 256, 128, 2_000, 2e-3),
@@ -130,6 +130,7 @@ PRESETS: dict[str, Preset] = {
         Shape(32, 4096, 14_336, 32, 8, 128_256, 500_000.0),
         2048, 1, 100, 1e-4, "random",
     ),
+    "30b": Preset(Shape(60, 6656, 17_920, 52, 52, 32_000), 2048, 1, 20, 1e-4, "random"),
 }  # fmt: skip
 
 
