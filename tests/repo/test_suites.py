@@ -149,7 +149,13 @@ SUITES = [
           ("fsdp",), ((mesh, "process", printed),), of_case("-tiny", "-1b")),
     Smoke("scaling", "--preset tiny --devices 1 2 --layout fsdp --impl flash_adamw --steps 2",
           ("scaling",), ((scaling, "process", printed),), of_case("-tiny", "-1b")),
-    Smoke("reshard", "--preset tiny --devices 2 1", (), ((reshard, "process", resharded),)),
+    Smoke("scaling_memory", "--preset tiny --devices 2 --impl flash_adamw",
+          ("scaling_memory",),
+          ((absent_gpu, "mesh", lambda devices: None),
+           (absent_gpu, "present", lambda on: contextlib.nullcontext()),
+           (absent_gpu, "build", lambda step, *args: jax.jit(abs).lower(1.0).compile()))),
+    Smoke("reshard", "--preset tiny --devices 2 1", ("reshard",),
+          ((reshard, "process", resharded),)),
 ]  # fmt: skip
 
 

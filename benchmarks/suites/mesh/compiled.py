@@ -26,7 +26,7 @@ REMAT = {NONE: "no", DOTS: "all but products", FULL: "yes"}
 
 
 def measure(words: list[str], devices: int) -> dict[str, Any]:
-    """Bytes of a device: weights and state, and a step; and what is computed anew."""
+    """Return bytes per device, of weights and state and of a step, and the rematerialization."""
     on = absent_gpu.mesh(devices)
     with absent_gpu.present(on), absent_gpu.cudnn():
         settings = train_llama.make_settings(train_llama.parse_arguments(words))
@@ -49,42 +49,41 @@ def measure(words: list[str], devices: int) -> dict[str, Any]:
     remat={"default": "auto", "help": "of the example"},
 )
 def main(args: argparse.Namespace) -> Iterator[records.Rows]:
-    of = itertools.product(args.preset, args.layout, args.impl, args.devices)
-    for preset, layout, impl, devices in of:
+    cases = itertools.product(args.preset, args.layout, args.impl, args.devices)
+    for preset, layout, impl, devices in cases:
         each = args.batch or PRESETS[preset].batch
         words = f"--preset {preset} {IMPLEMENTATIONS[impl]} --batch {devices * each}"
         words += f" --remat {args.remat} {LAYOUTS[layout](devices)}"
-        found = measure(words.split(), devices)
-        remat = found.pop("remat")
+        result = measure(words.split(), devices)
+        remat = result.pop("remat")
         case = f"llama-{preset} {layout}={devices} batch={devices * each} remat={remat}"
         yield records.records_of(
-            "scaling_memory", case, impl, {name: (size, "bytes") for name, size in found.items()},
+            "scaling_memory", case, impl, {name: (size, "bytes") for name, size in result.items()},
             model=f"llama-{preset}", layout=layout, devices=devices, each=each, remat=remat,
             device=records.H100_NEVER_RUN,
         )  # fmt: skip
 
 
 def table(rows: records.Rows) -> Table:
-    """GiB of a device as compiled, and the peaks of `scaling` where it has run."""
+    """GiB per device as compiled, and as `scaling` measured them."""
     peaks = {
         (row["model"], row["run"]["batch"], row["layout"], row["devices"], row["impl"]): row
         for row in records.on_gpus(records.select(rows, bench="scaling", metric="peak_bytes"))
     }
     used, body = records.select(rows, bench="scaling_memory"), []
-    for row in records.select(used, metric="compiled_bytes"):
-        of = {name: row[name] for name in ("case", "impl")}
-        (state,) = records.select(used, metric="device_bytes", **of)
-        model, layout, devices, impl = (row[k] for k in ("model", "layout", "devices", "impl"))
-        peak = peaks.get((model, row["each"] * devices, layout, devices, impl))
-        body.append([
-            model, str(row["each"]), f"`{impl}`", "" if devices == 1 else NAMES[layout],
-            str(devices), REMAT[row["remat"]], *(cell(of, "{:.1f}", GIB) for of in (state, row, peak)),
-        ])  # fmt: skip
-    head = (
-        "model, batch per device, implementation, layout, devices, layers computed again, weights "
-    )
-    head += "and state, GiB per device, step compiled, step measured"
-    return head.split(", "), body, used
+    for by_impl in records.grouped(used, "case", "impl", "metric").values():
+        for impl, metrics in by_impl.items():
+            row = metrics["compiled_bytes"]
+            model, each, layout, devices = (row[k] for k in ("model", "each", "layout", "devices"))
+            peak = peaks.get((model, each * devices, layout, devices, impl))
+            sizes = (metrics["device_bytes"], row, peak)
+            body.append([
+                model, str(each), f"`{impl}`", "" if devices == 1 else NAMES[layout],
+                str(devices), REMAT[row["remat"]], *(cell(size, "{:.1f}", GIB) for size in sizes),
+            ])  # fmt: skip
+    head = "model, batch per device, implementation, layout, devices, layers computed again"
+    sizes_head = "weights and state, GiB per device; a step, compiled for H100s; measured on H200s"
+    return [*head.split(", "), *sizes_head.split("; ")], body, used
 
 
 TABLES = {"scaling_memory": Rendered(table, "scaling_memory")}

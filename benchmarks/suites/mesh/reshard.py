@@ -25,6 +25,7 @@ from _llama import checkpoints, train
 from _llama.config import PRESETS
 
 from benchmarks import records
+from benchmarks.render import GIB, Rendered, Table, cell
 from benchmarks.suites.mesh.bench import process
 
 
@@ -86,8 +87,23 @@ def main(args: argparse.Namespace) -> Iterator[records.Rows]:
                 "seconds": (found["seconds"], "s"),
                 "ram_bytes": (found["ram_bytes"], "bytes"),
             }
-            yield records.records_of("reshard", case, "save" if saves else "restore", values)
+            yield records.records_of(
+                "reshard", case, "save" if saves else "restore", values, devices=devices
+            )
 
+
+def table(rows: records.Rows) -> Table:
+    """Seconds and RAM of saving and of each restoration."""
+    used, body = records.on_gpus(records.select(rows, bench="reshard")), []
+    for case, by_impl in records.grouped(used, "case", "impl", "metric").items():
+        for impl, found in by_impl.items():
+            time, ram = found["seconds"], found["ram_bytes"]
+            size = cell(ram, "{:.0f}", GIB)
+            body.append([case.split()[0], impl, str(time["devices"]), cell(time, "{:.0f}"), size])
+    return ["model", "", "GPUs", "seconds", "most RAM, GiB"], body, used
+
+
+TABLES = {"reshard": Rendered(table, "reshard --preset 8b")}
 
 if __name__ == "__main__":
     print(json.dumps(measure(**json.load(sys.stdin))))
