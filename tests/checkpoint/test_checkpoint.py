@@ -68,6 +68,24 @@ def trained(tx, steps=3, dtype=jnp.bfloat16):
 
 
 # ---- there and back -----------------------------------------------------------------------------
+def test_save_writes_2_gb_at_a_time_or_the_largest_array(tmp_path, monkeypatch):
+    limits = []
+
+    class Handler(ocp.StandardCheckpointHandler):
+        def __init__(self, *, save_concurrent_gb):
+            limits.append(save_concurrent_gb)
+            super().__init__(save_concurrent_gb=save_concurrent_gb)
+
+    monkeypatch.setattr(ocp, "StandardCheckpointHandler", Handler)
+    tx = adamw()
+    params, state = lowmem.init(tx, {"w": jnp.ones((64, 64))})
+    checkpoint.save(tmp_path, tx, params, state, step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(params["w"]), "nbytes", 5 * 10**9)
+        checkpoint.save(tmp_path, tx, params, state, step=2)
+    assert limits == [2, 2, 6, 6]  # of weights, of the state
+
+
 @pytest.mark.parametrize("name", rows(lowmem.OPTIMIZERS, ["coat_adamw", "q_adam_mini"]))
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, tmp_path):
     tx = made(name)

@@ -1,6 +1,7 @@
 """Orbax checkpoint folders: checks that Orbax omits, and handlers that write checksums."""
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -218,8 +219,14 @@ def handlers() -> Any:
       ...         manager.all_steps()
       []
     """
+    return _handlers()
+
+
+def _handlers(**options: object) -> Any:
+    """Return `handlers()` with options of Orbax's handler of arrays."""
     ocp = orbax()
-    arrays = type("Arrays", (_WritesChecksums, ocp.StandardCheckpointHandler), {})
+    make = type("Arrays", (_WritesChecksums, ocp.StandardCheckpointHandler), {})
+    arrays = functools.partial(make, **options)
     json = type("Json", (_WritesChecksums, ocp.JsonCheckpointHandler), {})
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for item, handler, save, restore in (
@@ -233,12 +240,16 @@ def handlers() -> Any:
 
 
 @contextlib.contextmanager
-def open_manager(path: StrPath, **options: object) -> Iterator[Any]:
-    """Open a `CheckpointManager` with these handlers."""
+def open_manager(path: StrPath, largest: int = 0, **options: object) -> Iterator[Any]:
+    """Open a `CheckpointManager` with these handlers.
+
+    They compress and write 2 GB at a time, or more than `largest`: the bytes of the largest array.
+    """
     ocp = orbax()
     settings = ocp.CheckpointManagerOptions(**options)
+    registry = _handlers(save_concurrent_gb=1 + max(1, largest // 10**9))
     with ocp.CheckpointManager(
-        absolute(path), handler_registry=handlers(), options=settings
+        absolute(path), handler_registry=registry, options=settings
     ) as manager:
         yield manager
 
