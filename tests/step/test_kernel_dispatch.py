@@ -52,10 +52,19 @@ IN_F32 = lowmem.flash_adamw(1e-3, storage=lowmem.Storage(mu=None, nu=None))
         ((1 << 16, 2), IN_F32, "xla", "no slot is compressed: plain elementwise work"),
     ],
 )
-def test_who_takes_a_leaf(on_a_gpu, shape, tx, chosen, reason):
+def test_who_takes_a_leaf(on_a_gpu, shape, tx, chosen, reason, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     name, why = choose(shape, tx=tx)
     assert name == chosen and reason in why
     assert choose(shape, "xla", tx) == ("xla", "asked for")
+
+
+def test_a_large_leaf_on_a_machine_with_several_gpus(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    name, why = choose(TOO_MANY)
+    assert name == "pallas" and "fused kernel on shards of up to 2147483647 elements" in why
+    monkeypatch.setattr(partitioned, "available", lambda: False)
+    assert choose(TOO_MANY)[0] == "xla"
 
 
 def test_the_second_backend(on_a_gpu, monkeypatch):
@@ -97,7 +106,8 @@ def test_a_kernel_that_cannot_be_had(kernel):
         lowmem.step(TX, params, TX.init(params), params, implementation=kernel)
 
 
-def test_a_leaf_that_a_kernel_cannot_take(on_a_gpu):
+def test_a_leaf_that_a_kernel_cannot_take(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="'pallas' cannot take leaf 'block/w': 2147483648 elem"):
         choose(TOO_MANY, "pallas")
 

@@ -322,6 +322,25 @@ def test_the_automatic_choice(monkeypatch):
     assert taken() == {"xla"}
 
 
+@pytest.mark.parametrize(
+    "name, most, by",
+    [("flash_adamw", 16_000, "pallas and pallas_or_xla"), ("flash_lion", 2_000, "pallas_or_xla")],
+)
+def test_a_leaf_too_large_for_a_kernel(name, most, by, monkeypatch):
+    """Its shards by the kernel (interpreted, it names its operations), or as large ones by XLA."""
+    monkeypatch.setattr(gpu, "MAX_ELEMENTS", most)
+    tx = made(name)
+    params, state = lowmem.init(tx, drawn(9, jnp.float32, 0.2), jnp.bfloat16)
+    grads = drawn(1, jnp.bfloat16, 1e-3)
+    given = put(grads, OF_PARAMS), put(state, state_shardings(tx, params, OF_PARAMS)), params
+    program = compiled(tx).lower(*given[:2], put(params, OF_PARAMS)).compile()
+    assert lowmem.implementations(program)["w"] == by
+    whole = compiled(tx).lower(grads, state, params).compile()
+    assert lowmem.implementations(whole)["w"] == "xla"
+    stepped = program(*given[:2], put(params, OF_PARAMS))
+    assert_alike(stepped, whole(grads, state, params), steps=1)
+
+
 # ---- the persistent compilation cache ------------------------------------------------------------
 CACHE = """
 import dataclasses, functools, sys

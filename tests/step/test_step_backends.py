@@ -713,7 +713,6 @@ NOT_KNOWN = with_a_step_of(jnp.arctan)
 @pytest.mark.parametrize(
     "kernel, build, options, words",
     [
-        ("triton", LION, dict(shape=(1 << 16, 1 << 16)), "elements"),
         ("triton", LION, dict(shape=(2, 1 << 17), group_size=1 << 17), "groups of 131072"),
         ("triton", NOT_KNOWN, {}, "`atan`, which the Triton generator does not support"),
         ("pallas_tpu", with_a_step_of(jnp.cbrt), {}, "`cbrt`"),

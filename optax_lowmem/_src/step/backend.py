@@ -11,7 +11,7 @@ import jax
 from optax_lowmem._src.core import context
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
 from optax_lowmem._src.core.sharding import Placement
-from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels import partitioned, platform
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 from optax_lowmem._src.step import gpu, on_mesh, tuning, xla
 from optax_lowmem._src.step.batch import LeafBatch, Result
@@ -29,7 +29,8 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
     size = math.prod(plan.shape)
     if not plan.shape or size == 0:
         return "a 0-d or empty leaf has no tiles"
-    if size > MAX_ELEMENTS:
+    divides = kernel != _TPU and jax.device_count() > 1 and partitioned.available()
+    if gpu.is_too_large(plan) and not divides:
         return f"{size} elements, more than a kernel's 32-bit offsets reach"
     if kernel == _TPU:
         from optax_lowmem._src.step.tpu import pallas_tpu
@@ -67,7 +68,10 @@ def choose(
     for kernel in BACKENDS:
         reason = _unsupported(kernel, rule, plan)
         if reason is None:
-            return kernel, "; ".join(["fused kernel", *reasons])
+            name = "fused kernel"
+            if gpu.is_too_large(plan):
+                name += f" on shards of up to {MAX_ELEMENTS} elements, which its offsets reach"
+            return kernel, "; ".join([name, *reasons])
         reasons.append(f"{kernel}: {reason}")
     return "xla", "; ".join(reasons)
 

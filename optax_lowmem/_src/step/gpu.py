@@ -43,6 +43,11 @@ _MAX_POINTERS = 480  # CUDA limits arguments to 4 KiB
 _UPDATES = 1 << 20  # bytes of updates that a launch may always allocate
 
 
+def is_too_large(plan: LeafPlan) -> bool:
+    """Return whether a leaf has more elements than a kernel's offsets reach."""
+    return math.prod(plan.shape) > MAX_ELEMENTS
+
+
 def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return the reason why the kernel of a backend cannot step a parameter, or None."""
     for slot in plan.slots:
@@ -57,8 +62,6 @@ def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
 
 def triton_unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return the reason why generated Triton cannot step a leaf, or None."""
-    if not 0 < math.prod(plan.shape) <= MAX_ELEMENTS:
-        return f"{math.prod(plan.shape)} elements; the kernel takes 1 to {MAX_ELEMENTS}"
     if Tiling(plan.shape, plan.group_size, 1).lanes > _MAX_LANES:
         return f"groups of {plan.group_size}; the kernel takes up to {_MAX_LANES} elements"
     for slot in plan.slots:
@@ -124,7 +127,7 @@ def group_leaves(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
     kinds: dict[Any, list[int]] = {}
     for i, (plan, g) in enumerate(zip(plans, batch.gradients, strict=True)):
         lanes = Tiling(plan.shape, plan.group_size, tuned.tile.elements).lanes
-        kind = (plan.shapeless, lanes, jnp.dtype(g.dtype))
+        kind = (plan.shapeless, lanes, jnp.dtype(g.dtype), is_too_large(plan))
         kinds.setdefault(kind, []).append(i)
     done = []
     for alike in kinds.values():
@@ -185,6 +188,8 @@ def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -
         scalars: jax.Array,
         keys: jax.Array,
     ) -> list[Result]:
+        if any(map(is_too_large, plans)):  # on one device, or shards that are still too large
+            return by_xla(True, plans, numbers, leaves, scalars, keys)
         arrays = tuple(leaves), names, scalars, keys, jnp.asarray(numbers, jnp.int32)
         with scope(paths, backend):
             results = launch(rule, plans, *arrays, tile, backend=backend)
@@ -194,7 +199,12 @@ def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -
         ]
 
     def by_xla(
-        two_passes: bool, leaves: list[Leaf], scalars: jax.Array, keys: jax.Array
+        two_passes: bool,
+        plans: tuple[LeafPlan, ...],
+        numbers: tuple[int, ...],
+        leaves: list[Leaf],
+        scalars: jax.Array,
+        keys: jax.Array,
     ) -> list[Result]:
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
         results = []
@@ -206,12 +216,14 @@ def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -
 
     arguments = (leaves, scalars, batch.keys)
     content = f"{rule} {names} {tile}"
-    partition = StepPartition(backend, content, by_kernel, paths, plans, numbers, arguments)
+    # only XLA, when it partitions the program, knows the size of shards
+    name = f"{backend}_or_xla" if is_too_large(plans[0]) else backend
+    partition = StepPartition(name, content, by_kernel, paths, plans, numbers, arguments)
     run = functools.partial(by_kernel, plans, numbers)
     if batch.implementation is not None:
         result: list[Result] = on_one_device(run, run, *arguments, partition=partition)
         return result
-    once, twice = (functools.partial(by_xla, two_passes) for two_passes in (False, True))
+    once, twice = (functools.partial(by_xla, passes, plans, numbers) for passes in (False, True))
     return with_fallback("cuda", run, once, *arguments, several=twice, partition=partition)
 
 
