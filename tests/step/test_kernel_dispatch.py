@@ -62,7 +62,7 @@ def test_who_takes_a_leaf(on_a_gpu, shape, tx, chosen, reason, monkeypatch):
 def test_a_large_leaf_on_a_machine_with_several_gpus(on_a_gpu, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     name, why = choose(TOO_MANY)
-    assert name == "pallas" and "fused kernel on shards of up to 2147483647 elements" in why
+    assert name == "pallas" and "fused kernel for shards of up to 2147483647 elements" in why
     monkeypatch.setattr(partitioned, "available", lambda: False)
     assert choose(TOO_MANY)[0] == "xla"
 

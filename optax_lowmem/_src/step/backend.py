@@ -68,10 +68,10 @@ def choose(
     for kernel in BACKENDS:
         reason = _unsupported(kernel, rule, plan)
         if reason is None:
-            name = "fused kernel"
+            words = "fused kernel"
             if gpu.is_too_large(plan):
-                name += f" on shards of up to {MAX_ELEMENTS} elements, which its offsets reach"
-            return kernel, "; ".join([name, *reasons])
+                words += f" for shards of up to {MAX_ELEMENTS} elements, XLA for larger ones"
+            return kernel, "; ".join([words, *reasons])
         reasons.append(f"{kernel}: {reason}")
     return "xla", "; ".join(reasons)
 
