@@ -68,7 +68,7 @@ def trained(tx, steps=3, dtype=jnp.bfloat16):
 
 
 # ---- there and back -----------------------------------------------------------------------------
-def test_save_writes_2_gb_at_a_time_or_the_largest_array(tmp_path, monkeypatch):
+def test_save_writes_2_gb_at_a_time_or_the_largest_shard(tmp_path, monkeypatch):
     limits = []
 
     class Handler(ocp.StandardCheckpointHandler):
@@ -81,9 +81,12 @@ def test_save_writes_2_gb_at_a_time_or_the_largest_array(tmp_path, monkeypatch):
     params, state = lowmem.init(tx, {"w": jnp.ones((64, 64))})
     checkpoint.save(tmp_path, tx, params, state, step=1)
     with monkeypatch.context() as patch:
-        patch.setattr(type(params["w"]), "nbytes", 5 * 10**9)
+        patch.setattr(store, "_shard_bytes", lambda array: 5 * 10**9)
         checkpoint.save(tmp_path, tx, params, state, step=2)
     assert limits == [2, 2, 6, 6]  # of weights, of the state
+    sharded = jax.device_put(params["w"], NamedSharding(mesh_of(a=8), P("a")))
+    sizes = map(store._shard_bytes, (params["w"], sharded, np.ones(3), jax.random.key(0)))
+    assert list(sizes) == [64 * 64 * 2, 8 * 64 * 2, 24, 8]
 
 
 @pytest.mark.parametrize("name", rows(lowmem.OPTIMIZERS, ["coat_adamw", "q_adam_mini"]))

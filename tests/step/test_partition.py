@@ -329,16 +329,22 @@ def test_the_automatic_choice(monkeypatch):
 def test_a_leaf_too_large_for_a_kernel(name, most, by, monkeypatch):
     """Its shards by the kernel (interpreted, it names its operations), or as large ones by XLA."""
     monkeypatch.setattr(gpu, "MAX_ELEMENTS", most)
+    monkeypatch.setattr(
+        gpu, "with_fallback", lambda _, *args, **how: with_fallback("cpu", *args, **how)
+    )
     tx = made(name)
+    step = jitted(functools.partial(lowmem.step, tx))
     params, state = lowmem.init(tx, drawn(9, jnp.float32, 0.2), jnp.bfloat16)
     grads = drawn(1, jnp.bfloat16, 1e-3)
-    given = put(grads, OF_PARAMS), put(state, state_shardings(tx, params, OF_PARAMS)), params
-    program = compiled(tx).lower(*given[:2], put(params, OF_PARAMS)).compile()
+    shardings = OF_PARAMS, state_shardings(tx, params, OF_PARAMS), OF_PARAMS
+    given = tuple(map(put, (grads, state, params), shardings))
+    program = step.lower(*given).compile()
     assert lowmem.implementations(program)["w"] == by
-    whole = compiled(tx).lower(grads, state, params).compile()
+    whole = step.lower(grads, state, params).compile()
     assert lowmem.implementations(whole)["w"] == "xla"
-    stepped = program(*given[:2], put(params, OF_PARAMS))
-    assert_alike(stepped, whole(grads, state, params), steps=1)
+    assert_alike(program(*given), whole(grads, state, params), steps=1)
+    with pytest.raises(ValueError, match="'w': 16384 elements, more than a kernel's"):
+        lowmem.step(tx, grads, state, params, implementation="pallas")
 
 
 # ---- the persistent compilation cache ------------------------------------------------------------

@@ -8,7 +8,6 @@ compiled.
 """
 
 import argparse
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +19,9 @@ from _llama.config import DOTS, FULL, NONE, PRESETS
 
 from benchmarks import absent_gpu, records
 from benchmarks.render import GIB, Rendered, Table, cell
-from benchmarks.suites.mesh.scaling import IMPLEMENTATIONS, LAYOUTS, NAMES
+from benchmarks.suites.mesh.scaling import IMPLEMENTATIONS, LAYOUTS, NAMES, jobs, words_of
 
+MEASURED = "NVIDIA H200"
 REMAT = {NONE: "no", DOTS: "all but products", FULL: "yes"}
 
 
@@ -46,21 +46,19 @@ def measure(words: list[str], devices: int) -> dict[str, Any]:
     impl={"nargs": "+", "choices": IMPLEMENTATIONS, "default": tuple(IMPLEMENTATIONS)},
     devices={"nargs": "+", "type": int, "default": (8,), "metavar": "N"},
     batch={"type": int, "help": "sequences per device; default: the preset's"},
-    remat={"default": "auto", "help": "of the example"},
 )
 def main(args: argparse.Namespace) -> Iterator[records.Rows]:
-    cases = itertools.product(args.preset, args.layout, args.impl, args.devices)
-    for preset, layout, impl, devices in cases:
-        each = args.batch or PRESETS[preset].batch
-        words = f"--preset {preset} {IMPLEMENTATIONS[impl]} --batch {devices * each}"
-        words += f" --remat {args.remat} {LAYOUTS[layout](devices)}"
-        result = measure(words.split(), devices)
+    args.flags = ["default"]
+    for job in jobs(args):
+        each = args.batch or PRESETS[job.preset].batch
+        batch = job.devices * each
+        result = measure(words_of(job, batch), job.devices)
         remat = result.pop("remat")
-        case = f"llama-{preset} {layout}={devices} batch={devices * each} remat={remat}"
         yield records.records_of(
-            "scaling_memory", case, impl, {name: (size, "bytes") for name, size in result.items()},
-            model=f"llama-{preset}", layout=layout, devices=devices, each=each, remat=remat,
-            device=records.H100_NEVER_RUN,
+            "scaling_memory", f"llama-{job.preset} {job.layout}={job.devices} batch={batch}",
+            job.impl, {name: (size, "bytes") for name, size in result.items()},
+            model=f"llama-{job.preset}", layout=job.layout, devices=job.devices, each=each,
+            remat=remat, device=records.H100_NEVER_RUN,
         )  # fmt: skip
 
 
@@ -68,22 +66,23 @@ def table(rows: records.Rows) -> Table:
     """GiB per device as compiled, and as `scaling` measured them."""
     peaks = {
         (row["model"], row["run"]["batch"], row["layout"], row["devices"], row["impl"]): row
-        for row in records.on_gpus(records.select(rows, bench="scaling", metric="peak_bytes"))
+        for row in records.select(rows, bench="scaling", metric="peak_bytes", device=MEASURED)
     }
-    used, body = records.select(rows, bench="scaling_memory"), []
+    used, shown, body = records.select(rows, bench="scaling_memory"), [], []
     for by_impl in records.grouped(used, "case", "impl", "metric").values():
         for impl, metrics in by_impl.items():
             row = metrics["compiled_bytes"]
             model, each, layout, devices = (row[k] for k in ("model", "each", "layout", "devices"))
             peak = peaks.get((model, each * devices, layout, devices, impl))
             sizes = (metrics["device_bytes"], row, peak)
+            shown += filter(None, sizes)
             body.append([
                 model, str(each), f"`{impl}`", "" if devices == 1 else NAMES[layout],
                 str(devices), REMAT[row["remat"]], *(cell(size, "{:.1f}", GIB) for size in sizes),
             ])  # fmt: skip
     head = "model, batch per device, implementation, layout, devices, layers computed again"
     sizes_head = "weights and state, GiB per device; a step, compiled for H100s; measured on H200s"
-    return [*head.split(", "), *sizes_head.split("; ")], body, used
+    return [*head.split(", "), *sizes_head.split("; ")], body, shown
 
 
 TABLES = {"scaling_memory": Rendered(table, "scaling_memory")}

@@ -96,11 +96,14 @@ def table(rows: records.Rows) -> Table:
     """Seconds and RAM of saving and of each restoration."""
     used, body = records.on_gpus(records.select(rows, bench="reshard")), []
     for case, by_impl in records.grouped(used, "case", "impl", "metric").items():
-        for impl, found in by_impl.items():
-            time, ram = found["seconds"], found["ram_bytes"]
-            size = cell(ram, "{:.0f}", GIB)
-            body.append([case.split()[0], impl, str(time["devices"]), cell(time, "{:.0f}"), size])
-    return ["model", "", "GPUs", "seconds", "most RAM, GiB"], body, used
+        model, first, *_ = case.split()
+        for impl, metrics in by_impl.items():
+            seconds, ram = metrics["seconds"], metrics["ram_bytes"]
+            body.append([
+                model, first.removeprefix("fsdp="), impl, str(seconds["devices"]),
+                cell(seconds, "{:.0f}"), cell(ram, "{:.0f}", GIB),
+            ])  # fmt: skip
+    return ["model", "saved on", "", "GPUs", "seconds", "peak RAM, GiB"], body, used
 
 
 TABLES = {"reshard": Rendered(table, "reshard --preset 8b")}

@@ -92,6 +92,12 @@ class Job(NamedTuple):
     xla: str  # name of a set of XLA's flags
 
 
+def words_of(job: Job, batch: int) -> list[str]:
+    """Return the arguments of examples/train_llama.py for all devices' `batch`."""
+    words = f"--preset {job.preset} {IMPLEMENTATIONS[job.impl]} --batch {batch} "
+    return (words + LAYOUTS[job.layout](job.devices)).split()
+
+
 def trained(args: argparse.Namespace, gpus: Gpus, job: Job) -> records.Rows:
     """Return the records of one run."""
     preset, layout, impl, devices, xla = job
@@ -105,11 +111,10 @@ def trained(args: argparse.Namespace, gpus: Gpus, job: Job) -> records.Rows:
         found = json.loads(printed.strip().splitlines()[-1])
         more["versions"] = versions()
     else:
-        flags = f"--preset {preset} {IMPLEMENTATIONS[impl]} --batch {batch} --steps {args.steps} "
-        flags += LAYOUTS[layout](devices)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "records.jsonl"
-            words = ["examples/train_llama.py", *flags.split(), "--record", str(file)]
+            more_words = ["--steps", str(args.steps), "--record", str(file)]
+            words = ["examples/train_llama.py", *words_of(job, batch), *more_words]
             gpus.run(devices, FLAGS[xla], words)
             found = {row["metric"]: row["value"] for row in records.load(file)}
     values = {name: (found[name], unit) for name, unit in METRICS.items() if name in found}

@@ -203,7 +203,8 @@ def handlers() -> Any:
     """Return handlers that write checksums of the items of `args`, for your `CheckpointManager`.
 
     `ocp.CheckpointManager(path, handler_registry=checkpoint.handlers())` writes the same files as
-    `save`; without these handlers `restore_from` cannot detect a flipped bit.
+    `save`; without these handlers `restore_from` cannot detect a flipped bit. They do not limit how
+    much is compressed at a time.
 
     Returns:
       A registry of handlers by item; make a new one for each manager.
@@ -243,7 +244,8 @@ def _handlers(**options: object) -> Any:
 def open_manager(path: StrPath, largest: int = 0, **options: object) -> Iterator[Any]:
     """Open a `CheckpointManager` with these handlers.
 
-    They compress and write 2 GB at a time, or more than `largest`: the bytes of the largest array.
+    Shards that are compressed and written at the same time have at most 2 GB in each process. The
+    limit is higher if `largest`, the bytes of the largest shard, is not below it.
     """
     ocp = orbax()
     settings = ocp.CheckpointManagerOptions(**options)

@@ -24,13 +24,15 @@ _ELEMENTWISE = "no slot is compressed: plain elementwise work, which XLA fuses w
 _SMALL = 1 << 16  # elements; for smaller leaves without codes the launches of XLA dominate
 
 
-def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
-    """Return the reason why a kernel cannot step a leaf on any device, or None."""
+def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan, shards: bool = False) -> str | None:
+    """Return the reason why a kernel cannot step a leaf on any device, or None.
+
+    With `shards`, a kernel for GPUs may step the shards of a leaf that is too large.
+    """
     size = math.prod(plan.shape)
     if not plan.shape or size == 0:
         return "a 0-d or empty leaf has no tiles"
-    divides = kernel != _TPU and jax.device_count() > 1 and partitioned.available()
-    if gpu.is_too_large(plan) and not divides:
+    if gpu.is_too_large(plan) and not shards:
         return f"{size} elements, more than a kernel's 32-bit offsets reach"
     if kernel == _TPU:
         from optax_lowmem._src.step.tpu import pallas_tpu
@@ -65,8 +67,9 @@ def choose(
     if reason_against is not None:
         return "xla", reason_against
     reasons: list[str] = []
+    shards = jax.device_count() > 1 and partitioned.available()
     for kernel in BACKENDS:
-        reason = _unsupported(kernel, rule, plan)
+        reason = _unsupported(kernel, rule, plan, shards)
         if reason is None:
             words = "fused kernel"
             if gpu.is_too_large(plan):

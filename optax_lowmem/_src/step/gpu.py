@@ -127,7 +127,7 @@ def group_leaves(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
     kinds: dict[Any, list[int]] = {}
     for i, (plan, g) in enumerate(zip(plans, batch.gradients, strict=True)):
         lanes = Tiling(plan.shape, plan.group_size, tuned.tile.elements).lanes
-        kind = (plan.shapeless, lanes, jnp.dtype(g.dtype), is_too_large(plan))
+        kind = (plan.shapeless, lanes, jnp.dtype(g.dtype))
         kinds.setdefault(kind, []).append(i)
     done = []
     for alike in kinds.values():
@@ -217,7 +217,7 @@ def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -
     arguments = (leaves, scalars, batch.keys)
     content = f"{rule} {names} {tile}"
     # only XLA, when it partitions the program, knows the size of shards
-    name = f"{backend}_or_xla" if is_too_large(plans[0]) else backend
+    name = f"{backend}_or_xla" if any(map(is_too_large, plans)) else backend
     partition = StepPartition(name, content, by_kernel, paths, plans, numbers, arguments)
     run = functools.partial(by_kernel, plans, numbers)
     if batch.implementation is not None:

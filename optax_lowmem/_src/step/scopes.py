@@ -29,8 +29,9 @@ def implementations(compiled: Any) -> dict[str, str]:
     Returns:
       `pallas`, `triton` or `pallas_tpu` for kernels, or `xla`, by the parameter's path. Means over
       blocks of a parameter have an entry of their own. If a program steps a parameter in two ways,
-      as in branches, both are named. `pallas_or_xla` steps a parameter of 2^31 or more elements:
-      shards of fewer by the kernel, others by XLA.
+      as in branches, both are named. `pallas_or_xla` and `triton_or_xla` are those of a parameter
+      of 2^31 or more elements: the kernel steps it if each shard has fewer, otherwise XLA does. The
+      program's names do not tell which.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
