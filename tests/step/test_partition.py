@@ -343,7 +343,7 @@ def test_a_leaf_too_large_for_a_kernel(name, most, by, monkeypatch):
     whole = step.lower(grads, state, params).compile()
     assert lowmem.implementations(whole)["w"] == "xla"
     assert_alike(program(*given), whole(grads, state, params), steps=1)
-    with pytest.raises(ValueError, match="'w': 16384 elements, more than a kernel's"):
+    with pytest.raises(ValueError, match="elements, more than a kernel's"):
         lowmem.step(tx, grads, state, params, implementation="pallas")
 
 
