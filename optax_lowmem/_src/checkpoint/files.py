@@ -1,7 +1,6 @@
 """Orbax checkpoint folders: checks that Orbax omits, and handlers that write checksums."""
 
 import contextlib
-import functools
 import itertools
 import os
 import re
@@ -226,13 +225,12 @@ def handlers() -> Any:
 def _handlers(**options: object) -> Any:
     """Return `handlers()` with options of Orbax's handler of arrays."""
     ocp = orbax()
-    make = type("Arrays", (_WritesChecksums, ocp.StandardCheckpointHandler), {})
-    arrays = functools.partial(make, **options)
+    arrays = type("Arrays", (_WritesChecksums, ocp.StandardCheckpointHandler), {})
     json = type("Json", (_WritesChecksums, ocp.JsonCheckpointHandler), {})
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for item, handler, save, restore in (
-        (PARAMS, arrays(), ocp.args.StandardSave, ocp.args.StandardRestore),
-        (STATE, arrays(), ocp.args.StandardSave, ocp.args.StandardRestore),
+        (PARAMS, arrays(**options), ocp.args.StandardSave, ocp.args.StandardRestore),
+        (STATE, arrays(**options), ocp.args.StandardSave, ocp.args.StandardRestore),
         (DESCRIPTION, json(), ocp.args.JsonSave, ocp.args.JsonRestore),
     ):
         registry.add(item, save, handler)
