@@ -119,8 +119,8 @@ SUITES = [
     Smoke("launches", "--leaf-set tiny --optimizer adamw", ("launches",),
           ((absent_gpu, "mesh", lambda: None),
            (absent_gpu, "program", lambda *a, **k: PROGRAM_OF_A_STEP))),
-    Smoke("tpu", "--chip v5e --case 2048x8192 --impl optax.adamw --part gaussws/2048x8192",
-          ("tpu_steps", "tpu_parts"), **ON_A_CPU, needs="libtpu"),
+    Smoke("tpu", "--chip v5e --case 2048x8192 --impl optax.adamw", ("tpu",), **ON_A_CPU,
+          needs="libtpu"),
     Smoke("plan", "--case tiny", ("plan",),
           ((plan.CASES, "tiny", TINY_DECODER), (absent_gpu, "mesh", lambda: None),
            (absent_gpu, "compiled", lambda on, function, *args, donated:
