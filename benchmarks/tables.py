@@ -24,7 +24,7 @@ SUITES = (
     "activations.tables", "choose", "end_to_end.tables", "examples", "frameworks",
     "finetune", "fit.tables", "formats.tables", "kernels", "linear.tables", "memory",
     "mesh.communication", "mesh.compiled", "mesh.reshard", "mesh.scaling", "mesh.tables",
-    "newton_schulz", "noise.tables", "offload", "other_gpus", "pairs.budgets", "pairs.muon",
+    "noise.tables", "offload", "other_gpus", "pairs.budgets", "pairs.muon",
     "pairs.spread", "plan", "release", "step.tables", "tpu.tables",
 )  # fmt: skip
 # module below benchmarks.claims -> name of its table, and of the method
