@@ -1,11 +1,13 @@
 """Tables of the step benchmark."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from benchmarks.records import Rows, by_gpu, grouped, on_gpus, select
 from benchmarks.render import Rendered, Table, cell
 
 BASE = "optax-f32"
+UPDATE = "lowmem.update"
 ORDER = ("lowmem", "optax", "flashoptim", "torch", "bitsandbytes")  # of implementations' names
 TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
 # columns of `gpu_step`, and what it shows of optimizers other than AdamW
@@ -17,24 +19,37 @@ MIB = 2.0**20
 
 
 def cpu_step(rows: Rows) -> Table:
+    """A line for each case and JAX: times of a step and of its compilation, and x optax's."""
     found = [r for r in select(rows, bench="step") if r["device"].startswith("cpu")]
-    kinds = {"device_ms": "step", "compile_s": "compilation"}
-    body = [
-        [r["case"], r["impl"], r["jax"], kinds[r["metric"]], f"{r['value']:.1f} {r['unit']}",
-         f"{r['ratio_to_optax']:.2f}"]
-        for r in found
-    ]  # fmt: skip
-    return ["case", "implementation", "jax", "of", "time", "x optax"], body, found
+    body = []
+    for (case, version), of in grouped(_with_place(found), "place", "impl", "metric").items():
+        base, ours, nearest = (of.get(impl, {}) for impl in (BASE, UPDATE, f"{UPDATE}-nearest"))
+        times = (ours.get("device_ms"), nearest.get("device_ms"), ours.get("compile_s"))
+        body.append([case, version, cell(base.get("device_ms"), "{:.1f} ms"), *map(_times, times)])
+    head = ["case", "jax", "step, `optax` in f32", "ours", "ours, codes to nearest", "compilation"]
+    return head, body, found
+
+
+def _with_place(rows: Rows) -> Rows:
+    return [row | {"place": (row["case"], row["jax"])} for row in rows]
+
+
+def _times(row: dict[str, Any] | None) -> str:
+    """A time of ours, and relative to optax's."""
+    return f"{row['value']:.1f} {row['unit']} ({row['ratio_to_optax']:.2f} x)" if row else ""
 
 
 def cpu_compile(rows: Rows) -> Table:
     """CPU time and temporaries of compiling steps of many leaves."""
     found, body = select(rows, bench="compile"), []
-    for case, impl, version in dict.fromkeys((r["case"], r["impl"], r["jax"]) for r in found):
-        of = grouped(select(found, case=case, impl=impl, jax=version), "metric")
-        ms, size = of["cpu_ms_per_leaf"], of["temp_bytes"]
-        body.append([case, impl, version, cell(ms, "{:.1f} ms"), cell(size, "{:.2f} MiB", MIB)])
-    return ["leaves", "step", "jax", "CPU time a leaf", "temporaries"], body, found
+    for (case, version), of in sorted(
+        grouped(_with_place(found), "place", "impl", "metric").items()
+    ):
+        ms = [cell(of.get(impl, {}).get("cpu_ms_per_leaf"), "{:.1f} ms")
+              for impl in ("optax.adamw", "lowmem.step")]  # fmt: skip
+        size = cell(of.get("lowmem.step", {}).get("temp_bytes"), "{:.2f} MiB", MIB)
+        body.append([case, version, *ms, size])
+    return ["leaves", "jax", "`optax.adamw`", "`lowmem.step`", "its temporaries"], body, found
 
 
 def call(rows: Rows) -> Table:
