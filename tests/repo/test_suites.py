@@ -115,7 +115,7 @@ SUITES = [
           ((plan.CASES, "tiny", TINY_DECODER), (absent_gpu, "mesh", lambda: None),
            (absent_gpu, "compiled", lambda on, function, *args, donated:
             jax.jit(function, donate_argnums=donated).lower(*args).compile()))),
-    Smoke("memory", "", ("memory", "budget"), ((sizes, "measure", lambda *of: []),
+    Smoke("memory", "", ("budget",), ((sizes, "measure", lambda *of: []),
           (memory, "PUBLISHED", ADAMW_OF_8B)), **ON_A_CPU),
     Smoke("checkpoint", "--parameters 65536", (), **ON_A_CPU),
     Smoke("kernels", "--tiny --backends interpret --repeats 1 --case codes-rows",
