@@ -23,7 +23,7 @@ PAGES = [
 SUITES = (
     "activations.tables", "choose", "end_to_end.tables", "examples", "frameworks",
     "finetune", "fit.tables", "formats.tables", "kernels", "linear.tables", "memory",
-    "mesh.communication", "mesh.compiled", "mesh.reshard", "mesh.scaling", "mesh.tables",
+    "mesh.compiled", "mesh.reshard", "mesh.scaling", "mesh.tables",
     "noise.tables", "offload", "other_gpus", "pairs.budgets", "pairs.muon",
     "pairs.spread", "plan", "release", "step.tables", "tpu.tables",
 )  # fmt: skip

@@ -18,8 +18,6 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("rich")
 
-from _llama.model import Llama
-
 from benchmarks import ROOT, absent_gpu, records, render, run, small_gpu, tables
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes
 from benchmarks.suites import kernels, memory, offload, plan, release
@@ -28,7 +26,7 @@ from benchmarks.suites.fit import bench as fit
 from benchmarks.suites.linear import bench as linear
 from benchmarks.suites.linear import peers as linear_peers
 from benchmarks.suites.mesh import bench as mesh
-from benchmarks.suites.mesh import communication, reshard, scaling
+from benchmarks.suites.mesh import reshard, scaling
 from benchmarks.suites.noise import bench as noise
 from benchmarks.suites.pairs import sizes
 from benchmarks.suites.step import bench as step
@@ -169,16 +167,6 @@ def test_a_suite_makes_its_tables(smoke, tmp_path):
         text = tables.TABLES[name](rows)
         assert "Not measured yet" not in text and text != render.NOTHING, name
         assert text.count("\n|") >= 2 and " nan" not in text, name
-
-
-@pytest.mark.parametrize("preset", communication.PRESETS_SHOWN.values())
-def test_parameters_that_gpus_send(preset):
-    shape = communication.PRESETS[preset].shape
-    model = Llama(shape, "bfloat16", "xla", stacked=False)
-    make = functools.partial(model.weights, dtype=lambda path: jnp.float32)
-    weights = jax.eval_shape(make, jax.random.key(0))
-    counted = communication.matrices(shape) + communication.embedding(shape)
-    assert counted == sum(x.size for x in jax.tree.leaves(weights) if x.ndim > 1)
 
 
 def test_tables_without_records():
