@@ -122,11 +122,11 @@ SUITES = [
                                    for name in kernels.BACKENDS]),
     Smoke("linear", "--shapes 16384x4096x16384 16384x16384x4096 --alone --repeats 1 "
           "--impl bf16 switchback-int8 switchback-fp8",
-          ("linear", "linear_targets", "linear_operations"),
+          ("linear",),
           ((linear, "sizes", lambda shape: (64, 32, 64)),)),
     Smoke("noise", "--shapes 64x96 --repeats 1 --impl gaussws jax-normal --preset tiny --batch 1 "
           "--optimizers flash_adam_mini",
-          ("noise_forward", "noise_alone", "noise_steps"),
+          ("noise_steps",),
           ((noise, "STEPS", 1), (noise, "NOISES", {"gaussws[all]": ()}))),
     Smoke("end_to_end", "--preset tiny --steps 2 --loss 64x8x16 --only default",
           ("end_to_end", "end_to_end_loss"),
