@@ -77,13 +77,13 @@ def call(
         written.update(zip(new, outcome, strict=True))
         return [written[j] for j in range(len(outputs))]
 
-    newer = "out_type" in inspect.signature(triton_call).parameters
-    run = call_04 if newer else call_03
     types = tuple(jax.core.ShapedArray(like.shape, like.dtype) for like in outputs)
 
     @jax.custom_batching.sequential_vmap  # jax_triton cannot be vmapped
     def one_by_one(*operands: jax.Array) -> list[jax.Array]:
-        return _call.bind(*operands, run=run, types=types)
+        if "out_type" in inspect.signature(triton_call).parameters:
+            return _call.bind(*operands, run=call_04, types=types)
+        return call_03(*operands)
 
     outcome = one_by_one(*operands)
     return list(map(varying.over, outcome, map(varying.axes_of, outputs)))  # jax_triton drops them
