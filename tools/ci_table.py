@@ -1,6 +1,6 @@
 """Writes the table of tested versions into CONTRIBUTING.md, from the last lines of `.ci/run`.
 
-    .ci/run | tee ci.log; python -m tools.ci_table ci.log
+`.ci/run | tee ci.log; python -m tools.ci_table ci.log`
 """
 
 import re
