@@ -123,8 +123,8 @@ def decay_mask(params: optax.Params) -> optax.Params:
       {'layers': {'up_proj': {'bias': False, 'kernel': True}}}
     """
     treedef = jax.tree.structure(params)
-    result: optax.Params = treedef.unflatten(not r.is_vector for r in roles(params).values())
-    return result
+    is_matrix = [not role.is_vector for role in roles(params).values()]
+    return jax.tree.unflatten(treedef, is_matrix)
 
 
 # ---- kinds, by name ------------------------------------------------------------------------------

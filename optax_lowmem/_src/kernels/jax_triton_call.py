@@ -79,11 +79,10 @@ def call(
 
     types = tuple(jax.core.ShapedArray(like.shape, like.dtype) for like in outputs)
 
-    @jax.custom_batching.sequential_vmap  # jax_triton cannot be vmapped
-    def one_by_one(*operands: jax.Array) -> list[jax.Array]:
+    def run(*operands: jax.Array) -> list[jax.Array]:
         if "out_type" in inspect.signature(triton_call).parameters:
             return _call.bind(*operands, run=call_04, types=types)
         return call_03(*operands)
 
-    outcome = one_by_one(*operands)
+    outcome = jax.custom_batching.sequential_vmap(run)(*operands)  # jax_triton cannot be vmapped
     return list(map(varying.over, outcome, map(varying.axes_of, outputs)))  # jax_triton drops them
