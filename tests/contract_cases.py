@@ -193,7 +193,6 @@ WRAPPERS: dict[str, Callable[[Any, Form], optax.GradientTransformationExtraArgs]
     ),
     "chain": _wraps(lambda tx: lowmem.chain(optax.clip_by_global_norm(1e3), tx)),
     "accumulate_gradients": _wraps(lambda tx: lowmem.accumulate_gradients(tx, 1)),
-    "pack_small_leaves": _wraps(lowmem.pack_small_leaves),
     "into moments": _wraps(lambda tx: lowmem.accumulate_gradients(tx, 1, "moments")),
     "track_master_ema": _wraps(lambda tx: lowmem.track_master_ema(tx, 0.9)),
     "per_tensor_loss_scale": _wraps(lambda tx: lowmem.per_tensor_loss_scale(tx, 1.0)),

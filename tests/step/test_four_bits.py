@@ -100,8 +100,6 @@ def test_a_second_moment_per_element_in_4_bits_names_the_better_choice(nu):
             UserWarning, match=rf"leaf 'v' and 1 more\) are stored.*4 bits.*{better}"
         ):
             init(params)
-    with pytest.warns(UserWarning, match=rf"leaf 'v'\) are stored in 4 bits.*{better}"):
-        lowmem.pack_small_leaves(tx).init(params)
     lowmem.memory.report(tx, params)  # which says nothing
 
 
