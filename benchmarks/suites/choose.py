@@ -12,7 +12,7 @@ import optax
 import optax_lowmem as lowmem
 from benchmarks import model_shapes, records
 from benchmarks.claims import Missing
-from benchmarks.claims.findings import F32, Pair, Trained, beside
+from benchmarks.claims.findings import F32, Pair, Trained, beside, count
 from benchmarks.records import Rows, last
 from benchmarks.render import GIB, Table, alone, source
 from benchmarks.suites.digits import Together
@@ -131,7 +131,7 @@ def optimizers(rows: Rows) -> Table:
             except Missing:
                 pass
             else:
-                loss, trained = f"{pair.interval}; {len(pair.plain)} seeds", pair.rows
+                loss, trained = f"{pair.interval}; {count(len(pair.plain))}", pair.rows
         body.append([one.instead, use, state, loss, time])
         used += [*filter(None, own), *timed, *trained]
     head = ["you want", "use", "state, bytes per parameter",
