@@ -281,7 +281,8 @@ def test_conversion_from_and_to_optax():
     _, packed = checkpoint.from_optax(coded, plain, masters)
     _, back = checkpoint.to_optax(coded, packed, tree_of(0, jnp.bfloat16))
     found, wanted = (together(mu, VECTORS["a"]) for mu in (back[0].mu, plain[0].mu))
-    bound = CODED.mu.error_bound(groups.to_groups(wanted, CODED.group_size), stochastic=True)
+    own = coded.engine.storage
+    bound = own.mu.error_bound(groups.to_groups(wanted, own.group_size), stochastic=True)
     gap = np.abs(found - wanted)
     assert gap.any() and (gap <= bound.reshape(-1)[: gap.size]).all()
 
