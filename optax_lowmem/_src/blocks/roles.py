@@ -122,7 +122,7 @@ def decay_mask(params: optax.Params) -> optax.Params:
       >>> lowmem.blocks.decay_mask({"layers": {"up_proj": layers}})
       {'layers': {'up_proj': {'bias': False, 'kernel': True}}}
     """
-    treedef = jax.tree.structure(params)
+    treedef: Any = jax.tree.structure(params)
     result: optax.Params = treedef.unflatten(not r.is_vector for r in roles(params).values())
     return result
 
