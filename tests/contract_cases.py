@@ -21,6 +21,7 @@ from tests.compilation import QUICK_COMPILE as QUICK_COMPILE
 from tests.tiers import rows
 
 POLICY = lowmem.Policy(min_size=32)
+FLASH = lowmem.flash_adamw(1e-3).engine.storage
 OLD_OPTAX = Version(optax.__version__) < Version("0.2.7")
 _MU, _NU = lowmem.codecs.softsign(), lowmem.codecs.sqrt()
 _ADAM = {"mu": _MU, "nu": _NU}
@@ -157,7 +158,7 @@ def _wraps(
 
 def _direction(make: Callable[..., Any]) -> Callable[[Any, Form], Any]:
     def chained(lr: Any, form: Form) -> optax.GradientTransformationExtraArgs:
-        direction = make(storage=form.storage(lowmem.Storage()))
+        direction = make(storage=form.storage(FLASH))
         return optax.chain(direction, optax.scale_by_learning_rate(lr))
 
     return chained
@@ -197,11 +198,9 @@ WRAPPERS: dict[str, Callable[[Any, Form], optax.GradientTransformationExtraArgs]
     "track_master_ema": _wraps(lambda tx: lowmem.track_master_ema(tx, 0.9)),
     "per_tensor_loss_scale": _wraps(lambda tx: lowmem.per_tensor_loss_scale(tx, 1.0)),
     "inject_hyperparams": lambda lr, form: lowmem.inject_hyperparams(lowmem.flash_adamw)(
-        lr, storage=form.storage(lowmem.Storage())
+        lr, storage=form.storage(FLASH)
     ),
-    "flash_sgd plain": lambda lr, form: lowmem.flash_sgd(
-        lr, storage=form.storage(lowmem.Storage())
-    ),
+    "flash_sgd plain": lambda lr, form: lowmem.flash_sgd(lr, storage=form.storage(FLASH)),
     **{name: _direction(make) for name, make in DIRECTIONS.items()},
     "links": _links,
 }

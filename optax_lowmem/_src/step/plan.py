@@ -250,6 +250,7 @@ class LeafPlanner:
         storage, leaves = self.storage, trees.named_leaves(params)
         if not leaves:  # also for the placeholder of optax.tree.map_params, which fits no mask
             return []
+        assert storage.group_size is not None  # it is `completed`
         masked_out = storage.policy.masked_out(params)
         decays = [True] * len(leaves)
         if self.decay_mask is not None:
@@ -314,6 +315,7 @@ class LeafPlanner:
         stored: bool | None,
     ) -> SlotPlan:
         storage, name, leaf = self.storage, slot.name, role.leaf
+        assert storage.group_size is not None
         codec = getattr(storage, name) if slot.compressed else None
         refused = f"storage.{name} is None" if codec is None else None
         stochastic = {"stochastic": True, "nu": name == "nu", "embeddings": in_table}
