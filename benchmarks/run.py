@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 # name -> module below benchmarks.suites, and its function that measures, if that is not `main`
-_ALONE = "checkpoint choose finetune kernels memory offload other_gpus plan release report spikes"
+_ALONE = (
+    "checkpoint choose digits finetune kernels memory offload other_gpus plan release report spikes"
+)
 SUITES = {name: name for name in _ALONE.split()}
 SUITES |= {
     name: f"{name}.bench" for name in (

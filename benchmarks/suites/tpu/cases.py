@@ -81,7 +81,7 @@ def prepared(chip: str, case: str, impl: str) -> tuple[Any, Callable[..., Any], 
         params, state = jax.eval_shape(lambda p: lowmem.init(tx, p), params)
         lies = lowmem.sharding.state_shardings(tx, params, specs, mesh=on)
         where = {"mesh": on, "specs": specs} if four else {}
-        step = in_jax.step_of(tx, "xla" if impl.endswith(XLA) else None, **where)
+        step = in_jax.step_of(tx, "xla" if impl.endswith(XLA) else "pallas_tpu", **where)
     params = placed(on, params, specs)
     return on, step, (params, placed(on, state, lies), params)
 
