@@ -14,40 +14,39 @@ SIGTERM and Ctrl-C save a checkpoint and stop; SIGUSR1 saves one and goes on.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
-import os
-import shutil
-import signal
-import sys
-import time
-from pathlib import Path
-from typing import Any
-
-import jax
-import numpy as np
-import optax
-from jax.sharding import SingleDeviceSharding
-
 try:
-    import matplotlib
+    import argparse
+    import dataclasses
+    import functools
+    import math
+    import os
+    import signal
+    import sys
+    import time
+    from collections.abc import Callable
+    from typing import Any
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from _finetune import arguments, memory, output
+    from _finetune.setup import Setup, make_setup
     from _gpt.arguments import (
         INTERRUPTED,
         OUT_OF_MEMORY,
         allow_pinned_memory,
-        compute_dtype,
         is_out_of_memory,
         out_of_memory_message,
-        positive,
     )
     from _gpt.train import check_implementation
     from _llama import huggingface
-    from _llama.config import FULL, NONE, PLAIN, Settings
-    from _llama.finetuning import Program, make_program
-    from _llama.model import Lora, joined
-    from _llama.optimizer import NAMES, RATE_FACTORS
+    from _llama.config import PLAIN, SPLIT, Settings
+    from _llama.model import Llama, Packed, joined, leaf_path, part
+    from _llama.optimizer import weights_dtype
     from _llama.texts import Rows, Texts, batch_rows, packed
+    from _llama.train import offloaded, released
+    from jax.sharding import SingleDeviceSharding
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -56,128 +55,136 @@ try:
         TextColumn,
         TimeRemainingColumn,
     )
+
+    import optax_lowmem as lowmem
+    from optax_lowmem import checkpoint
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"finetune.py needs {error.name}: pip install '.[examples,checkpoint]' in the clone"
     ) from None
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
-import optax_lowmem as lowmem
-from optax_lowmem import checkpoint, memory, plan
-
-SCHEDULES = ("cosine", "linear", "constant")
-# what a resumed run may change
-_FREE = ("offload", "resume", "until", "save_every", "micro_batch", "budget", "prompt", "tokens",
-         "temperature", "implementation", "dtype", "out")  # fmt: skip
+_MOST_SKIPPED = 10  # steps in succession
+parse_arguments = functools.partial(arguments.parse_arguments, __doc__)
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+# ---- the training step ---------------------------------------------------------------------------
+
+
+def make_step(
+    model: Llama, tx: Any, settings: Settings, skip_nonfinite: bool = False
+) -> Callable[..., tuple[Any, Any, jax.Array, jax.Array]]:
+    """Return the training step.
+
+    Its arguments are trained weights, frozen weights, state and a batch; its results are trained
+    weights and state, in the memory of the arguments, the loss and the norm of the gradient.
+    """
+    if settings.release:
+        return _released(model, tx, settings)
+    of_sum = "float32" if settings.optimizer in (PLAIN, SPLIT) else "bfloat16"
+    implementation = None if settings.implementation == "auto" else settings.implementation
+
+    def step(trained: Any, frozen: Any, state: Any, batch: Packed) -> tuple[Any, ...]:
+        def loss_fn(trained: Any, batch: Packed) -> jax.Array:
+            return model(joined(trained, frozen), batch)
+
+        value_and_grad = lowmem.value_and_grad(loss_fn, settings.accumulate, dtype=of_sum)
+        loss, grads = value_and_grad(trained, batch, batch.tokens.sum())
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+
+        def update() -> tuple[Any, Any]:
+            return lowmem.step(tx, grads, state, trained, implementation=implementation)
+
+        if skip_nonfinite:
+            is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            return *jax.lax.cond(is_finite, update, lambda: (trained, state)), loss, norm
+        return *update(), loss, norm
+
+    return step
+
+
+def _released(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
+    """Return the step that updates each layer in the backward pass; its norm is NaN."""
+    take_step = released(model, tx, settings, {})
+
+    def step(trained: Any, frozen: Any, state: Any, batch: Packed) -> tuple[Any, ...]:
+        del frozen
+        trained, state, loss = take_step(trained, state, batch)
+        return trained, state, loss, jnp.float32(jnp.nan)
+
+    if settings.offload:
+        step.compile = take_step.compile
+    return step
+
+
+def start(setup: Setup, weights: Any) -> tuple[Any, Any, Any]:
+    """Return trained weights, frozen weights and the optimizer's state."""
+    model, tx = setup.model, setup.tx
+    if model.lora is None:
+        trained = part(weights, lambda path: not setup.is_frozen(path))
+        frozen = part(weights, setup.is_frozen)
+    else:
+        trained, frozen = model.adapters(jax.random.key(setup.settings.seed)), weights
+    if setup.is_bf16 and model.lora is None:  # lowmem.init would copy weights that need no split
+        return trained, frozen, None if setup.settings.offload else tx.init(trained)
+    trained, state = lowmem.init(
+        tx, trained, lambda path, leaf: weights_dtype(setup.settings, path)
     )
-    add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="FOLDER", help="of Hugging Face")
-    add("--data", type=Path, required=True, metavar="FILE", help="JSON lines")
-    add("--validation", type=Path, metavar="FILE", help="JSON lines; default: a part of --data")
-    add("--held-out", type=float, default=0.05, help="that part (0.05)")
-    add("--out", type=Path, default=Path("finetuned"), metavar="DIR", help="(finetuned)")
-    add("--optimizer", choices=NAMES, default="flash_adamw", metavar="NAME",
-        help=f"{', '.join(NAMES)} (flash_adamw)")  # fmt: skip
-    add("--lr", type=float, help="peak learning rate (AdamW: 1e-5, of adapters 2e-4)")
-    add("--schedule", choices=SCHEDULES, default="cosine", help="after the warm-up (cosine)")
-    add("--warmup", type=float, default=0.03, help="part of the steps (0.03)")
-    add("--weight-decay", type=float, default=0.0, help="(0)")
-    add("--clip", type=float,
-        help="global norm of gradients (1; with --release, where it takes a second backward pass: "
-        "none)")  # fmt: skip
-    add("--epochs", type=float, default=1.0, help="passes over the data (1)")
-    add("--steps", type=positive, help="instead of --epochs")
-    add("--sequence", type=positive, default=1024, help="tokens in a row (1024)")
-    add("--batch", type=positive, default=8, help="rows in a step (8)")
-    add("--micro-batch", type=positive, metavar="N",
-        help="rows whose activations exist at once; default: what --budget allows")  # fmt: skip
-    add("--budget", metavar="SIZE",
-        help="memory of the device, such as 24GiB; default: what JAX may use")  # fmt: skip
-    add("--release", action="store_true",
-        help="update each layer inside the backward pass, for less memory")  # fmt: skip
-    add("--offload", action="store_true",
-        help="--release with the optimizer's state in host memory, copied layer by layer, and "
-        "micro-batches of one row")  # fmt: skip
-    add("--lora", metavar="NAMES", help="train adapters of these matrices: q_proj,v_proj")
-    add("--rank", type=positive, default=16, help="of adapters (16)")
-    add("--alpha", type=float, help="of adapters (twice the rank)")
-    add("--freeze", metavar="PATTERN",
-        help="regular expression on paths such as layers/0/mlp/up_proj/kernel")  # fmt: skip
-    add("--evaluate-every", type=positive, default=50, metavar="N", help="steps (50)")
-    add("--save-every", type=positive, metavar="N", help="steps between checkpoints")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    add("--until", type=positive, metavar="STEP", help="stop here, to resume later")
-    add("--prompt", action="append", default=[], help="generate from it before and after training")
-    add("--tokens", type=positive, default=64, help="to generate (64)")
-    add("--temperature", type=float, default=0.0, help="of generation; 0: the likeliest (0)")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model written")
-    add("--compute", choices=("auto", "float32", "bfloat16"), default="auto", help="(auto)")
-    add("--implementation", default="auto", metavar="NAME", help="of lowmem.step (auto)")
-    add("--seed", type=int, default=0)
-    args = parser.parse_args(arguments)
-    args.release |= args.offload
-    args.alpha = 2.0 * args.rank if args.alpha is None else args.alpha
-    if args.lr is None:
-        args.lr = (2e-4 if args.lora else 1e-5) * RATE_FACTORS.get(args.optimizer, 1.0)
-    if args.clip is None:
-        args.clip = 0.0 if args.release else 1.0
-    for other in ("lora", "freeze"):
-        if args.release and getattr(args, other):
-            parser.error(f"--release and --{other}: leave out one of them")
-    if args.release and args.optimizer == PLAIN:
-        parser.error(f"--release takes an optimizer of optax_lowmem, not {PLAIN}")
-    if args.offload and args.dtype == "float32":
-        parser.error("--offload and --dtype float32: leave out one of them")
-    if args.lora and args.freeze:
-        parser.error("--lora and --freeze: adapters freeze all weights; leave out one of them")
-    return args
+    return trained, frozen, state
 
 
-# ---- memory --------------------------------------------------------------------------------------
+def compile_step(setup: Setup, micro_batches: int) -> Any:
+    """Compile the step, from shapes."""
+    settings = dataclasses.replace(setup.settings, accumulate=micro_batches)
+    step = make_step(setup.model, setup.tx, settings, setup.args.skip_nonfinite)
+    like = jax.eval_shape(functools.partial(start, setup), setup.weights)
+    if not settings.offload:
+        return jax.jit(step, donate_argnums=(0, 2)).lower(*like, setup.batch).compile()
+    state = offloaded(setup.model, setup.tx, settings)(setup.weights, None)
+    step.compile(setup.weights, state, setup.batch)
+    return step
 
 
-def planned(args: argparse.Namespace, budget: int, accumulate: bool = False) -> memory.Plan:
-    """The plan of the run's model."""
-    sizes = plan.decoder(huggingface.read_config(args.model))
-    lora = (tuple((args.lora or "q_proj,v_proj").split(",")), args.rank)
-    return plan.plan_decoder(sizes, args.optimizer, budget, args.sequence, lora, accumulate)
+def fit(setup: Setup, given: int | None) -> tuple[int, Any]:
+    """Return the micro-batches of a step and the compiled step.
 
+    Args:
+      setup: of the run.
+      given: the rows of a micro-batch; None: the most that there is memory for.
 
-def micro_batch(args: argparse.Namespace) -> int:
-    """The largest part of a batch that fits the budget; ends the program where none does."""
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    limit = limit and int(0.95 * limit)  # for the error of the plan
-    if args.budget:
-        limit = int(plan.USABLE * plan.bytes_of(args.budget))
-    if args.offload:
-        return args.micro_batch or 1
-    if args.micro_batch or limit is None or args.optimizer not in lowmem.OPTIMIZERS:
-        return args.micro_batch or args.batch
-    name = "lora" if args.lora else "release" if args.release else "resident"
-    for accumulate in (False, True):
-        for mode in planned(args, limit, accumulate).modes:
-            if mode.name == name and mode.batch >= (1 if accumulate else args.batch):
-                rows = range(min(mode.batch, args.batch), 0, -1)
-                return next(n for n in rows if args.batch % n == 0)
-    raise SystemExit(f"--batch {args.batch} does not fit.\n{advice(args, limit)}")
-
-
-def advice(args: argparse.Namespace, limit: int) -> str:
-    """The plan, and the nearest configuration that fits."""
-    found = planned(args, limit)
-    best = found.best
-    if best is None:
-        return f"{found}\nNothing fits: shorten --sequence, or choose a smaller model."
-    flags = {
-        "release": "--release ",
-        "offload": "--offload ",
-        "lora": f"--lora {args.lora or 'q_proj,v_proj'} ",
-    }
-    return f"{found}\nThis fits: {flags.get(best.name, '')}--batch {min(best.batch, args.batch)}"
+    Raises:
+      ValueError: if there is no memory for one row; names other flags and their memory.
+    """
+    args, batch = setup.args, setup.settings.batch
+    compiled = functools.partial(compile_step, setup)
+    given = given or (1 if args.offload else None)
+    if args.offload or (given and not args.budget):
+        return batch // given, compiled(batch // given)
+    numbers = [n for n in range(1, batch + 1) if batch % n == 0]
+    numbers = [1] if args.release else [batch // given] if given else numbers
+    limit = memory.limit_bytes(args.budget)
+    number, step, size = memory.step_that_fits(compiled, numbers, limit)
+    if number is not None:
+        return number, step
+    shorter = max(args.sequence // 2, 1)
+    changes = {f"--sequence {shorter}": {"sequence": shorter}}
+    if not args.lora:
+        lora = {"lora": "q_proj,v_proj", "freeze": None, "release": False}
+        changes |= {"--lora q_proj,v_proj": lora}
+        if not (args.release or args.freeze or args.optimizer == PLAIN):
+            changes |= {"--release": {"release": True, "clip": 0.0}}
+    sizes = {}
+    for flags, changed in changes.items():
+        other = argparse.Namespace(**vars(args) | changed)
+        try:
+            other = make_setup(other, setup.settings.shape, setup.settings.steps)
+            step = compile_step(other, 1 if other.settings.release else numbers[-1])
+        except ValueError:  # --release of layers that differ
+            continue
+        sizes[flags] = memory.planned_bytes(step)
+    what = f"--batch {batch} --micro-batch {batch // numbers[-1]}"
+    raise ValueError(memory.message(what, limit, size, sizes))
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -185,148 +192,164 @@ def advice(args: argparse.Namespace, limit: int) -> str:
 
 @dataclasses.dataclass
 class Run:
-    """A run under way."""
+    """A run under way.
 
-    args: argparse.Namespace
-    program: Program
-    schedule: optax.Schedule
+    Attributes:
+      setup: its model and optimizer.
+      rows: to train on.
+      held_out: to evaluate on.
+      take_step: the compiled step.
+      micro_batches: of a step.
+      total: rows that all steps together take.
+      trained: weights.
+      frozen: weights.
+      state: of the optimizer.
+      step: number of steps taken.
+      skipped: number of these that changed nothing.
+    """
+
+    setup: Setup
     rows: Rows
     held_out: Rows
+    take_step: Any
+    micro_batches: int
+    total: int
     trained: Any
     frozen: Any
     state: Any
     step: int
+    skipped: int = 0
+    in_succession: int = 0
 
     @property
-    def checkpoints(self) -> Path:
-        return self.args.out / "checkpoints"
+    def args(self) -> argparse.Namespace:
+        """The command line."""
+        return self.setup.args
 
-    def save(self) -> None:
-        """Save a checkpoint; the two newest are kept."""
-        if checkpoint.latest_step(self.checkpoints) != self.step:
-            checkpoint.save(
-                self.checkpoints, self.program.tx, self.trained, self.state, self.step, keep=2
-            )
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.setup.settings.steps
 
     def log(self, **row: Any) -> None:
         """Append a line to the log."""
-        with (self.args.out / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": self.step, **row}) + "\n")
+        output.log(self.args.out, step=self.step, **row)
 
-    def evaluate(self) -> None:
-        """Log the mean loss of the held-out rows."""
-        batch = max(self.args.batch // self.program.accumulate, 1)
-        loss = self.program.held_out_loss(self.trained, self.frozen, self.held_out, batch)
-        self.log(validation_loss=loss)
+    def save(self) -> None:
+        """Save a checkpoint; the two newest are kept."""
+        folder, tx = self.args.out / output.CHECKPOINTS, self.setup.tx
+        if checkpoint.latest_step(folder) != self.step:
+            checkpoint.save(folder, tx, self.trained, self.state, self.step, keep=2)
 
-    def advance(self) -> float:
-        """Take a step, log it, and return its loss."""
-        begin = time.perf_counter()
-        some = self.rows[batch_rows(len(self.rows), self.args.batch, self.args.seed, self.step)]
-        self.trained, self.state, loss, norm = self.program.step(
-            self.trained, self.frozen, self.state, self.program.batch(some)
+    def batch(self) -> Packed:
+        """Return the rows of the next step; the loss of a micro-batch is its share of the mean."""
+        size = self.args.batch
+        rows = self.rows[batch_rows(len(self.rows), size, self.args.seed, self.step)]
+        weights = rows.weights
+        weights[max(self.total - self.step * size, 0) :] = 0  # of the epoch after the last
+        weights *= self.micro_batches / max(weights.sum(), 1)
+        return jax.device_put(Packed(rows.tokens, rows.segments, weights))
+
+    def advance(self) -> dict[str, Any]:
+        """Take a step; return its line of the log."""
+        begin, batch = time.perf_counter(), self.batch()
+        self.trained, self.state, *results = self.take_step(
+            self.trained, self.frozen, self.state, batch
         )
-        loss, norm = float(loss), float(norm)
-        rate = float(self.schedule(self.step))
+        loss, norm = map(float, results)
+        rate = float(self.setup.schedule(self.step - self.skipped))
         self.step += 1
         seconds = time.perf_counter() - begin
-        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-        self.log(
-            loss=loss, learning_rate=rate, gradient_norm=None if np.isnan(norm) else norm,
-            seconds=seconds, tokens_per_s=some.tokens[:, 1:].size / seconds, peak_bytes=peak,
-        )  # fmt: skip
+        row = {
+            "loss": loss, "learning_rate": rate, "gradient_norm": norm, "seconds": seconds,
+            "tokens_per_s": self.args.batch * self.args.sequence / seconds,
+            "peak_bytes": memory.used_bytes(),
+        }  # fmt: skip
+        is_finite = math.isfinite(loss) and (self.args.release or math.isfinite(norm))
+        self.in_succession = 0 if is_finite else self.in_succession + 1
+        if not is_finite:
+            row["skipped"] = True
+            self.skipped += 1
+        self.log(**row)
+        most = _MOST_SKIPPED if self.args.skip_nonfinite else 0
+        if self.in_succession > most:
+            raise ValueError(self._why_not_finite(loss, norm, rate))
+        return row
+
+    def _why_not_finite(self, loss: float, norm: float, rate: float) -> str:
+        """Describe a step whose loss or gradient is not finite, and its likely cause."""
+        where = f"step {self.step}: the loss is {loss}, and the norm of the gradient {norm}"
+        if self.step == self.skipped and not math.isfinite(loss):
+            cause = (
+                "No weight has changed yet, so the model itself computes no finite loss: try "
+                "--compute float32, or look at the data"
+            )
+        elif math.isfinite(loss):
+            cause = "The backward pass overflows: try --compute float32, or a lower --lr"
+        else:
+            cause = (
+                f"The learning rate, {rate:.3g} here, is likely too high: begin again with a lower "
+                "--lr, or a longer --warmup, and another --out"
+            )
+        more = "" if self.args.skip_nonfinite else ". --skip-nonfinite skips such steps"
+        return f"{where}. {cause}{more}. No model was written"
+
+    def evaluate(self) -> float:
+        """Return the mean loss of the held-out rows, and log it."""
+        total, rows = 0.0, self.held_out
+        size = self.args.batch // self.micro_batches
+        for at in range(0, len(rows), size):
+            numbers = np.arange(at, at + size)
+            some = rows[numbers % len(rows)]
+            weights = some.weights * (numbers < len(rows))[:, None]
+            batch = Packed(some.tokens, some.segments, weights)
+            total += float(self.held_out_loss(self.trained, self.frozen, batch))
+        loss = total / max(float(rows.weights.sum()), 1.0)
+        self.log(validation_loss=loss)
         return loss
 
-
-def make_schedule(args: argparse.Namespace, steps: int) -> optax.Schedule:
-    warmup = max(1, round(args.warmup * steps))
-    rest = max(steps - warmup, 1)
-    after = {
-        "cosine": optax.cosine_decay_schedule(args.lr, rest),
-        "linear": optax.linear_schedule(args.lr, 0.0, rest),
-        "constant": optax.constant_schedule(args.lr),
-    }[args.schedule]
-    rising = optax.linear_schedule(args.lr / warmup, args.lr, warmup)
-    return optax.join_schedules([rising, after], [warmup])
+    @functools.cached_property
+    def held_out_loss(self) -> Callable[..., jax.Array]:
+        """(trained, frozen, batch) -> the weighted sum of losses."""
+        model = self.setup.model
+        return jax.jit(lambda trained, frozen, batch: model(joined(trained, frozen), batch))
 
 
-def begin(args: argparse.Namespace) -> int:
-    """The step to go on from; ends the program where the folder has another run."""
-    described = {k: str(v) for k, v in vars(args).items() if k not in _FREE}
-    file, folder = args.out / "run.json", args.out / "checkpoints"
-    step = checkpoint.latest_step(folder) if folder.exists() else None
-    if step is None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "log.jsonl").unlink(missing_ok=True)
-        file.write_text(json.dumps(described, indent=1), "utf-8")
-        return 0
-    if not args.resume:
-        raise SystemExit(f"{args.out} has a run at step {step}: add --resume, or another --out")
-    saved = json.loads(file.read_text("utf-8"))
-    unlike = [name for name in described if saved.get(name) != described[name]]
-    if unlike:
-        name = unlike[0]
-        raise SystemExit(
-            f"{args.out} has a run with {name} {saved.get(name)}, not {described[name]}: resume it "
-            "with the flags that it was begun with"
-        )
-    log = args.out / "log.jsonl"  # without the steps after the checkpoint, which are taken anew
-    lines = log.read_text("utf-8").splitlines(keepends=True)
-    log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), "utf-8")
-    return step
-
-
-def prepare(args: argparse.Namespace, texts: Texts) -> Run:
-    """Read data and model, and restore the checkpoint."""
-    first = begin(args)
+def prepare(args: argparse.Namespace, texts: Texts, say: Callable[[str], None]) -> Run:
+    """Read data and model, compile the step, and start or restore the run."""
+    first, of_run = output.begin(args)
     rows = packed(texts.read(args.data), args.sequence)
     if args.validation:
         held_out = packed(texts.read(args.validation), args.sequence)
     else:
         order = np.random.default_rng(args.seed).permutation(len(rows))
-        number = max(1, round(args.held_out * len(rows)))
+        number = max(1, round(args.held_out * len(rows))) if args.held_out else 0
         held_out, rows = rows[order[:number]], rows[order[number:]]
     if not len(rows):
-        raise SystemExit(f"{args.data} has one row of {args.sequence} tokens: pass --validation")
-    steps = args.steps or max(1, round(args.epochs * len(rows) / args.batch))
-    args.steps = steps
-    small = micro_batch(args)
-    if args.batch % small:
-        raise SystemExit(f"--batch {args.batch} is no multiple of --micro-batch {small}")
-    settings = Settings(
-        preset=args.model.name,
-        optimizer=args.optimizer,
-        shape=huggingface.shape_of(huggingface.read_config(args.model)),
-        sequence=args.sequence,
-        batch=args.batch,
-        steps=steps,
-        learning_rate=args.lr,
-        text=str(args.data),
-        remat=NONE if jax.default_backend() == "cpu" else FULL,
-        compute=compute_dtype(args.compute),
-        seed=args.seed,
-        clip=args.clip,
-        implementation=args.implementation,
-        release=args.release,
-        offload="pinned_host" if args.offload else None,
-        accumulate=args.batch // small,
-    )
-    lora = Lora(tuple(args.lora.split(",")), args.rank, args.alpha) if args.lora else None
-    schedule = make_schedule(args, steps)
-    program = make_program(args.model, settings, schedule, args.weight_decay, lora, args.freeze)
-    program.compile(program.batch(rows[batch_rows(len(rows), args.batch, args.seed, first)]))
-    trained, frozen, state = program.start()
-    if first:
+        raise ValueError(
+            f"{args.data} has one row of {args.sequence} tokens: pass --validation or --held-out 0"
+        )
+    total = args.steps * args.batch if args.steps else max(1, round(args.epochs * len(rows)))
+    setup = make_setup(args, huggingface.read_shape(args.model, say), -(-total // args.batch))
+    micro_batches, step = fit(setup, args.micro_batch or of_run)
+    trained, frozen, state = start(setup, setup.load())
+    moved = offloaded(setup.model, setup.tx, setup.settings)
+    if first == 0:
+        output.write_run(args, args.batch // micro_batches)
+        state = moved(trained, state)
+    else:
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), trained)
         del trained, state
         places = None
         if args.offload:
             places = SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
-        trained, state = checkpoint.restore(
-            args.out / "checkpoints", program.tx, like, step=first, shardings=places
-        )
-        state = program.moved(trained, state)
-    return Run(args, program, schedule, rows, held_out, trained, frozen, state, first)
+        folder = args.out / output.CHECKPOINTS
+        trained, state = checkpoint.restore(folder, setup.tx, like, step=first, shardings=places)
+        state = moved(trained, state)
+    skipped = output.cut_log(args.out, first) if first else 0
+    return Run(
+        setup, rows, held_out, step, micro_batches, total, trained, frozen, state, first, skipped
+    )
 
 
 class Signals:
@@ -352,31 +375,45 @@ class Signals:
 def train(run: Run, console: Console) -> None:
     """Take the steps, evaluating, saving and showing."""
     args = run.args
-    last = min(args.until or args.steps, args.steps)
+    last = min(args.until or run.steps, run.steps)
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                TextColumn("{task.fields[now]}"))  # fmt: skip
-    if run.step == 0:
-        run.evaluate()
-    with Signals() as signals, Progress(*columns, console=console) as progress:
+    is_shown = console.is_terminal
+
+    def say(text: str) -> None:
+        console.print(f"step {run.step}/{run.steps}  {text}", highlight=False, soft_wrap=True)
+
+    def evaluate() -> None:
+        if len(run.held_out):
+            say(f"held-out loss {run.evaluate():.4f}")
+
+    with Signals() as signals, Progress(*columns, console=console, disable=not is_shown) as progress:
         task = progress.add_task("", total=last, completed=run.step, now="")
-        while run.step < last:
-            loss = run.advance()
-            progress.update(task, completed=run.step, now=f"loss {loss:.4f}")
-            if run.step % args.evaluate_every == 0 or run.step == args.steps:
-                run.evaluate()
+        if run.step == 0:
+            evaluate()
+        while run.step < last and not signals.stop:
+            row = run.advance()
+            now = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s"
+            progress.update(task, completed=run.step, now=now)
+            if run.step % args.print_every == 0 or run.step in (1, last) or "skipped" in row:
+                more = "  skipped: not finite" if "skipped" in row else ""
+                say(f"{now}  {row['peak_bytes'] / memory.GIB:.2f} GiB{more}")
+            if run.step % args.evaluate_every == 0 or run.step == run.steps:
+                evaluate()
             due = args.save_every and run.step % args.save_every == 0
             if due or signals.save or run.step == last:
                 run.save()
                 signals.save = False
-            if signals.stop:
-                print(f"stopped; continue from step {run.step} with --resume", file=sys.stderr)
-                raise SystemExit(INTERRUPTED)
+    if signals.stop:
+        where = f"continue from step {run.step} with --resume" if run.step else "no step was taken"
+        print(f"stopped; {where}", file=sys.stderr)
+        raise SystemExit(INTERRUPTED)
 
 
 def generate(run: Run, texts: Texts, console: Console) -> None:
-    """Show what the model makes of the prompts."""
+    """Print what the model generates from the prompts."""
     args = run.args
-    continued = jax.jit(run.program.model.generate, static_argnums=(2, 4))
+    continued = jax.jit(run.setup.model.generate, static_argnums=(2, 4))
     params = joined(run.trained, run.frozen) if args.prompt else None
     for prompt in args.prompt:
         ids = texts.prompt(prompt)
@@ -388,78 +425,62 @@ def generate(run: Run, texts: Texts, console: Console) -> None:
         run.log(prompt=prompt, answer=answer)
 
 
-def export(run: Run) -> None:
-    """Write the model, and its adapters where it has some."""
-    args, model = run.args, run.program.model
-    trained = run.trained
-    if args.dtype == "float32" or model.lora is not None:
-        trained = lowmem.master_params(trained, run.state)
+def export(run: Run) -> str:
+    """Write the model, and its adapters if it has some; return the names of their folders."""
+    args, model, trained = run.args, run.setup.model, run.trained
+    folders = [args.out / output.MODEL]
+    if args.dtype == "float32" or model.lora is not None or not run.setup.is_bf16:
+        trained = trained if args.offload else lowmem.master_params(trained, run.state)
     if model.lora is not None:
-        huggingface.save_adapters(args.out / "adapter", str(args.model), model, trained)
-    params = model.merged(joined(trained, run.frozen))
-    huggingface.save(args.out / "model", args.model, model, params, args.dtype)
-
-
-def draw(out: Path) -> None:
-    """Plot the losses of the log, and write them for TensorBoard where that is installed."""
-    rows = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, label in (("loss", "training"), ("validation_loss", "held out")):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        axes.plot(*zip(*points, strict=True), label=label)
-    axes.set(xlabel="step", ylabel="loss, nats per token")
-    axes.legend()
-    figure.savefig(out / "loss.png", dpi=150)
-    plt.close(figure)
-    try:
-        from tensorboardX import SummaryWriter
-    except ModuleNotFoundError:
-        return
-    shutil.rmtree(out / "tensorboard", ignore_errors=True)
-    with SummaryWriter(str(out / "tensorboard")) as writer:
-        for row in rows:
-            for name, value in row.items():
-                if name != "step" and isinstance(value, float):
-                    writer.add_scalar(name, value, row["step"])
+        folders = [args.out / output.ADAPTER, *folders]
+        huggingface.save_adapters(folders[0], args.model, model, trained)
+    huggingface.save(folders[-1], args.model, model, trained, args.dtype)
+    return " and ".join(map(str, folders))
 
 
 def main(arguments: list[str] | None = None) -> Run:
     # by default JAX takes three quarters of a GPU, too little for what would fit
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")
     args, console = parse_arguments(arguments), Console()
+    say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
     if args.offload:
         allow_pinned_memory()
     check_implementation(args.implementation)
+    run = None
     try:
         texts = Texts(args.model)
-        run = prepare(args, texts)
-        report = memory.report(run.program.tx, run.trained)
-        console.print(
+        run = prepare(args, texts, say)
+        report = lowmem.memory.report(run.setup.tx, run.trained)
+        say(
             f"{args.model.name}: {report.parameters / 1e6:,.1f}M trained parameters, "
-            f"{args.optimizer}, {len(run.rows)} rows of {args.sequence} tokens, {args.steps} steps "
-            f"of {args.batch} rows in {run.program.accumulate} micro-batches",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            f"{args.optimizer}, {len(run.rows)} rows of {args.sequence} tokens, {run.steps} steps "
+            f"of {args.batch} rows in {run.micro_batches} micro-batches"
+        )
         if run.step == 0:
             generate(run, texts, console)
         train(run, console)
+        output.draw(args.out, args.optimizer)
+        say(f"{args.out} has the log, {output.LOG}, its plot, {output.PLOT}, and checkpoints")
+        if run.step == run.steps:
+            generate(run, texts, console)
+            say(f"Wrote {export(run)}")
     except (OSError, ValueError, MemoryError) as error:
         raise SystemExit(str(error)) from None
+    except KeyboardInterrupt:
+        step = checkpoint.latest_step(args.out / output.CHECKPOINTS) if run else None
+        where = f": continue from step {step} with --resume" if step else "; nothing was saved"
+        print(f"stopped{where}", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-        told = advice(args, limit) if args.optimizer in lowmem.OPTIMIZERS else str(error)
-        message = out_of_memory_message(error, args.offload)
-        print(f"out of memory: {message}\n{told}", file=sys.stderr)
+        print(f"out of memory: {out_of_memory_message(error, args.offload)}", file=sys.stderr)
+        rows = args.batch // run.micro_batches if run else args.micro_batch or args.batch
+        print(
+            f"Try --micro-batch {max(rows // 2, 1)} (now {rows}), a shorter --sequence, --lora "
+            "q_proj,v_proj or --release", file=sys.stderr,
+        )  # fmt: skip
         raise SystemExit(OUT_OF_MEMORY) from None
-    if run.step == args.steps:
-        generate(run, texts, console)
-        export(run)
-    draw(args.out)
     return run
 
 

@@ -1,0 +1,162 @@
+"""The command line of finetune.py."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from _gpt.arguments import positive
+from _llama.config import PLAIN, SPLIT
+from _llama.optimizer import NAMES, RATE_FACTORS
+
+import optax_lowmem as lowmem
+from optax_lowmem import plan
+
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+def number(low: float, high: float = math.inf, without: tuple[float, ...] = ()) -> Callable:
+    """Return a type of argparse: a float from `low` to `high`, none of `without`."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (low <= value <= high and value < math.inf) or value in without:
+            above = "above" if low in without else "at least"
+            below = "below" if high in without else "at most"
+            limits = f"{above} {low:g}" + (f" and {below} {high:g}" if high < math.inf else "")
+            raise argparse.ArgumentTypeError(f"must be a number {limits}, got {text!r}")
+        return value
+
+    return read
+
+
+def seed(text: str) -> int:
+    """An integer from 0 to 2^32 - 1."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be an integer from 0 to 2^32 - 1, got {text!r}")
+    return int(text)
+
+
+def pattern(text: str) -> str:
+    """A regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
+def checked(read: Callable[[str], object]) -> Callable[[str], str]:
+    """Return a type of argparse: a text that `read` accepts."""
+
+    def same(text: str) -> str:
+        try:
+            read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return same
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    fraction, above_0 = number(0.0, 1.0), number(0.0, without=(0.0,))
+    add("--model", type=Path, required=True, metavar="FOLDER", help="of Hugging Face")
+    add("--data", type=Path, required=True, metavar="FILE", help="JSON lines")
+    add("--validation", type=Path, metavar="FILE", help="JSON lines; default: a part of --data")
+    add("--held-out", type=number(0.0, 1.0, (1.0,)), default=0.05,
+        help="that part; 0: none (0.05)")  # fmt: skip
+    add("--out", type=Path, default=Path("finetuned"), metavar="DIR", help="(finetuned)")
+    add("--optimizer", choices=NAMES, default="flash_adamw", metavar="NAME",
+        help=f"{', '.join(NAMES)} (flash_adamw)")  # fmt: skip
+    add("--lr", type=above_0, help="peak learning rate (AdamW: 1e-5, of adapters 2e-4)")
+    add("--schedule", choices=SCHEDULES, default="cosine", help="after the warm-up (cosine)")
+    add("--warmup", type=fraction, default=0.03, help="part of the steps (0.03)")
+    add("--weight-decay", type=number(0.0), default=0.0, help="not of biases and norms (0)")
+    add("--decay-all", action="store_true", help="decay biases and norms, too")
+    add("--clip", type=number(0.0),
+        help="global norm of gradients; 0: any (1; with --release, where it takes a second "
+        "backward pass: 0)")  # fmt: skip
+    add("--skip-nonfinite", action="store_true",
+        help="skip a step whose loss or gradient is not finite, up to 10 in succession, instead "
+        "of stopping at the first")  # fmt: skip
+    add("--epochs", type=above_0, default=1.0, help="passes over the data (1)")
+    add("--steps", type=positive, help="instead of --epochs")
+    add("--sequence", type=positive, default=1024, help="tokens in a row (1024)")
+    add("--batch", type=positive, default=8, help="rows in a step (8)")
+    add("--micro-batch", type=positive, metavar="N",
+        help="rows whose activations exist at once; gradients of a step's micro-batches are added "
+        f"in bf16 with stochastic rounding, with {PLAIN} and {SPLIT} in f32. Default: the most "
+        "that the compiled step has memory for")  # fmt: skip
+    add("--budget", type=checked(plan.bytes_of), metavar="SIZE",
+        help="memory for the step, such as 24GiB; default: what JAX may use of the device, or "
+        "on a CPU, what is free")  # fmt: skip
+    add("--release", action="store_true",
+        help="update each layer inside the backward pass, for less memory")  # fmt: skip
+    add("--offload", action="store_true",
+        help="--release with the optimizer's state in host memory, copied layer by layer, and "
+        "micro-batches of one row")  # fmt: skip
+    add("--lora", type=checked(plan.lora_names), metavar="NAMES",
+        help="train adapters of these matrices: q_proj,v_proj or all-linear")  # fmt: skip
+    add("--rank", type=positive, default=16, help="of adapters (16)")
+    add("--alpha", type=above_0, help="of adapters (twice the rank)")
+    add("--freeze", type=pattern, metavar="PATTERN",
+        help="regular expression on paths such as layers/0/mlp/up_proj/kernel")  # fmt: skip
+    add("--print-every", type=positive, default=10, metavar="N", help="steps (10)")
+    add("--evaluate-every", type=positive, default=50, metavar="N", help="steps (50)")
+    add("--save-every", type=positive, metavar="N", help="steps between checkpoints")
+    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add("--until", type=positive, metavar="STEP", help="stop here, to resume later")
+    add("--prompt", action="append", default=[], help="generate from it before and after training")
+    add("--tokens", type=positive, default=64, help="to generate (64)")
+    add("--temperature", type=number(0.0), default=0.0, help="of generation; 0: the likeliest (0)")
+    add("--dtype", choices=("bfloat16", "float32"),
+        help="of trained weights in the model written; default: as in --model")  # fmt: skip
+    add("--compute", choices=("auto", "float32", "bfloat16"), default="auto",
+        help="of matrix products; auto: float32 on a CPU, else bfloat16 (auto)")  # fmt: skip
+    add("--implementation", default="auto", metavar="NAME", help="of lowmem.step (auto)")
+    add("--seed", type=seed, default=0, help="of adapters, batches and rounding (0)")
+    return parser
+
+
+def parse_arguments(description: str, arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the arguments; ends the program where they contradict each other."""
+    parser = make_parser(description)
+    args = parser.parse_args(arguments)
+    args.release |= args.offload
+    args.alpha = 2.0 * args.rank if args.alpha is None else args.alpha
+    if args.lr is None:
+        args.lr = (2e-4 if args.lora else 1e-5) * RATE_FACTORS.get(args.optimizer, 1.0)
+    if args.clip is None:
+        args.clip = 0.0 if args.release else 1.0
+    record = lowmem.OPTIMIZERS.get(args.optimizer)
+    if args.weight_decay and record and "weight_decay" not in inspect.signature(record.make).parameters:
+        parser.error(f"{args.optimizer} has no --weight-decay")
+    if args.micro_batch and args.batch % args.micro_batch:
+        parser.error(f"--batch {args.batch} is no multiple of --micro-batch {args.micro_batch}")
+    both = {
+        ("--lora", "--freeze"): args.lora and args.freeze,
+        ("--release", "--lora"): args.release and args.lora,
+        ("--release", "--freeze"): args.release and args.freeze,
+        ("--release", "--skip-nonfinite"): args.release and args.skip_nonfinite,
+        ("--release", f"--optimizer {PLAIN}"): args.release and args.optimizer == PLAIN,
+        ("--offload", "--dtype float32"): args.offload and args.dtype == "float32",
+        ("--release without --offload", "--micro-batch"): (
+            args.release and not args.offload and args.micro_batch not in (None, args.batch)
+        ),
+    }
+    for (one, other), given in both.items():
+        if given:
+            parser.error(f"{one} does not go with {other}: leave out one of them")
+    return args
