@@ -17,13 +17,14 @@ from __future__ import annotations
 try:
     import argparse
     import dataclasses
-    import functools
+    import logging
     import math
     import os
     import signal
     import sys
     import time
     from collections.abc import Callable
+    from functools import cached_property, partial
     from typing import Any
 
     import jax
@@ -42,12 +43,11 @@ try:
     from _gpt.train import check_implementation
     from _llama import huggingface
     from _llama.config import PLAIN, SPLIT, Settings
-    from _llama.model import Llama, Packed, joined, leaf_path, part
+    from _llama.model import Llama, Packed, joined, part
     from _llama.optimizer import weights_dtype
-    from _llama.texts import Rows, Texts, batch_rows, packed
+    from _llama.texts import Rows, Texts, batch_rows
     from _llama.train import offloaded, released
     from jax.sharding import SingleDeviceSharding
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -66,7 +66,9 @@ except KeyboardInterrupt:
     raise SystemExit(130) from None
 
 _MOST_SKIPPED = 10  # steps in succession
-parse_arguments = functools.partial(arguments.parse_arguments, __doc__)
+_LESS = "a shorter --sequence, --release, or --lora q_proj,v_proj (the least)"
+say = partial(print, flush=True)
+parse_arguments = partial(arguments.parse_arguments, __doc__)
 
 
 # ---- the training step ---------------------------------------------------------------------------
@@ -138,7 +140,7 @@ def compile_step(setup: Setup, micro_batches: int) -> Any:
     """Compile the step, from shapes."""
     settings = dataclasses.replace(setup.settings, accumulate=micro_batches)
     step = make_step(setup.model, setup.tx, settings, setup.args.skip_nonfinite)
-    like = jax.eval_shape(functools.partial(start, setup), setup.weights)
+    like = jax.eval_shape(partial(start, setup), setup.weights)
     if not settings.offload:
         return jax.jit(step, donate_argnums=(0, 2)).lower(*like, setup.batch).compile()
     state = offloaded(setup.model, setup.tx, settings)(setup.weights, None)
@@ -146,45 +148,30 @@ def compile_step(setup: Setup, micro_batches: int) -> Any:
     return step
 
 
-def fit(setup: Setup, given: int | None) -> tuple[int, Any]:
-    """Return the micro-batches of a step and the compiled step.
+def fit(setup: Setup, rows: int | None) -> tuple[int, Any]:
+    """Return the number of micro-batches and the compiled step.
 
     Args:
       setup: of the run.
-      given: the rows of a micro-batch; None: the most that there is memory for.
+      rows: of a micro-batch; None: the most that there is memory for.
 
     Raises:
-      ValueError: if there is no memory for one row; names other flags and their memory.
+      ValueError: if there is no memory for one row.
     """
     args, batch = setup.args, setup.settings.batch
-    compiled = functools.partial(compile_step, setup)
-    given = given or (1 if args.offload else None)
-    if args.offload or (given and not args.budget):
-        return batch // given, compiled(batch // given)
     numbers = [n for n in range(1, batch + 1) if batch % n == 0]
-    numbers = [1] if args.release else [batch // given] if given else numbers
+    if args.release or rows:
+        numbers = [batch // (rows or (1 if args.offload else batch))]
+    if args.offload or (rows and not args.budget):
+        return numbers[0], compile_step(setup, numbers[0])
     limit = memory.limit_bytes(args.budget)
-    number, step, size = memory.step_that_fits(compiled, numbers, limit)
-    if number is not None:
-        return number, step
-    shorter = max(args.sequence // 2, 1)
-    changes = {f"--sequence {shorter}": {"sequence": shorter}}
-    if not args.lora:
-        lora = {"lora": "q_proj,v_proj", "freeze": None, "release": False}
-        changes |= {"--lora q_proj,v_proj": lora}
-        if not (args.release or args.freeze or args.optimizer == PLAIN):
-            changes |= {"--release": {"release": True, "clip": 0.0}}
-    sizes = {}
-    for flags, changed in changes.items():
-        other = argparse.Namespace(**vars(args) | changed)
-        try:
-            other = make_setup(other, setup.settings.shape, setup.settings.steps)
-            step = compile_step(other, 1 if other.settings.release else numbers[-1])
-        except ValueError:  # --release of layers that differ
-            continue
-        sizes[flags] = memory.planned_bytes(step)
-    what = f"--batch {batch} --micro-batch {batch // numbers[-1]}"
-    raise ValueError(memory.message(what, limit, size, sizes))
+    number, step, size = memory.step_that_fits(partial(compile_step, setup), numbers, limit)
+    if number is None:
+        raise ValueError(
+            f"--batch {batch} --micro-batch {batch // numbers[-1]} needs {size / memory.GIB:.2f} "
+            f"GiB, and {limit / memory.GIB:.2f} GiB may be used. These need less: {_LESS}"
+        )
+    return number, step
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -196,6 +183,7 @@ class Run:
 
     Attributes:
       setup: its model and optimizer.
+      texts: the tokenizer.
       rows: to train on.
       held_out: to evaluate on.
       take_step: the compiled step.
@@ -209,6 +197,7 @@ class Run:
     """
 
     setup: Setup
+    texts: Texts
     rows: Rows
     held_out: Rows
     take_step: Any
@@ -238,16 +227,22 @@ class Run:
     def save(self) -> None:
         """Save a checkpoint; the two newest are kept."""
         folder, tx = self.args.out / output.CHECKPOINTS, self.setup.tx
-        if checkpoint.latest_step(folder) != self.step:
+        if checkpoint.latest_step(folder) == self.step:
+            return
+        logging.disable(logging.ERROR)  # a full disk is logged by each of Orbax's threads
+        try:
             checkpoint.save(folder, tx, self.trained, self.state, self.step, keep=2)
+        except (OSError, ValueError) as error:
+            why = str(error).partition(" [")[0].rpartition('": ')[2]
+            told = f"the checkpoint of step {self.step} was not saved in {folder}: {why}"
+            raise OSError(told) from None
+        finally:
+            logging.disable(logging.NOTSET)
 
     def batch(self) -> Packed:
         """Return the rows of the next step; the loss of a micro-batch is its share of the mean."""
-        size = self.args.batch
-        rows = self.rows[batch_rows(len(self.rows), size, self.args.seed, self.step)]
-        weights = rows.weights
-        weights[max(self.total - self.step * size, 0) :] = 0  # of the epoch after the last
-        weights *= self.micro_batches / max(weights.sum(), 1)
+        rows = batch_rows(self.rows, self.args.batch, self.args.seed, self.step, self.total)
+        weights = rows.weights * (self.micro_batches / max(rows.weights.sum(), 1))
         return jax.device_put(Packed(rows.tokens, rows.segments, weights))
 
     def advance(self) -> dict[str, Any]:
@@ -280,9 +275,12 @@ class Run:
         """Describe a step whose loss or gradient is not finite, and its likely cause."""
         where = f"step {self.step}: the loss is {loss}, and the norm of the gradient {norm}"
         if self.step == self.skipped and not math.isfinite(loss):
-            cause = (
-                "No weight has changed yet, so the model itself computes no finite loss: try "
-                "--compute float32, or look at the data"
+            tensors = huggingface.tensors_of(self.args.model).items()
+            wrong = [n for n, t in tensors if not np.isfinite(t.read().astype(np.float32)).all()]
+            cause = "No weight has changed yet; " + (
+                f"{wrong[0]} of {self.args.model} is not finite"
+                if wrong
+                else "try --compute float32"
             )
         elif math.isfinite(loss):
             cause = "The backward pass overflows: try --compute float32, or a lower --lr"
@@ -297,7 +295,7 @@ class Run:
     def evaluate(self) -> float:
         """Return the mean loss of the held-out rows, and log it."""
         total, rows = 0.0, self.held_out
-        size = self.args.batch // self.micro_batches
+        size = min(self.args.batch // self.micro_batches, len(rows))
         for at in range(0, len(rows), size):
             numbers = np.arange(at, at + size)
             some = rows[numbers % len(rows)]
@@ -308,29 +306,35 @@ class Run:
         self.log(validation_loss=loss)
         return loss
 
-    @functools.cached_property
+    @cached_property
     def held_out_loss(self) -> Callable[..., jax.Array]:
         """(trained, frozen, batch) -> the weighted sum of losses."""
         model = self.setup.model
         return jax.jit(lambda trained, frozen, batch: model(joined(trained, frozen), batch))
 
 
-def prepare(args: argparse.Namespace, texts: Texts, say: Callable[[str], None]) -> Run:
-    """Read data and model, compile the step, and start or restore the run."""
-    first, of_run = output.begin(args)
-    rows = packed(texts.read(args.data), args.sequence)
+def read_rows(args: argparse.Namespace, texts: Texts) -> tuple[Rows, Rows]:
+    """Return the rows to train on and the held-out ones."""
+    data, held_out = texts.read(args.data, args.sequence), None
     if args.validation:
-        held_out = packed(texts.read(args.validation), args.sequence)
-    else:
-        order = np.random.default_rng(args.seed).permutation(len(rows))
-        number = max(1, round(args.held_out * len(rows))) if args.held_out else 0
-        held_out, rows = rows[order[:number]], rows[order[number:]]
-    if not len(rows):
-        raise ValueError(
-            f"{args.data} has one row of {args.sequence} tokens: pass --validation or --held-out 0"
-        )
+        held_out = texts.read(args.validation, args.sequence)
+    elif args.held_out:
+        data, held_out = data.split(args.held_out, args.seed)
+    say("\n".join(str(one) for one in (data, held_out) if one))
+    return data.rows, held_out.rows if held_out else data.rows[:0]
+
+
+def prepare(args: argparse.Namespace) -> Run:
+    """Read data and model, compile the step, and start or restore the run."""
+    if args.offload:
+        allow_pinned_memory()
+    check_implementation(args.implementation)
+    first, of_run = output.begin(args)
+    shape = huggingface.read_shape(args.model, say)
+    texts = Texts(args.model, shape.vocab)
+    rows, held_out = read_rows(args, texts)
     total = args.steps * args.batch if args.steps else max(1, round(args.epochs * len(rows)))
-    setup = make_setup(args, huggingface.read_shape(args.model, say), -(-total // args.batch))
+    setup = make_setup(args, shape, -(-total // args.batch))
     micro_batches, step = fit(setup, args.micro_batch or of_run)
     trained, frozen, state = start(setup, setup.load())
     moved = offloaded(setup.model, setup.tx, setup.settings)
@@ -346,10 +350,16 @@ def prepare(args: argparse.Namespace, texts: Texts, say: Callable[[str], None]) 
         folder = args.out / output.CHECKPOINTS
         trained, state = checkpoint.restore(folder, setup.tx, like, step=first, shardings=places)
         state = moved(trained, state)
+    report = lowmem.memory.report(setup.tx, trained)
+    say(
+        f"{args.model.name}: {report.parameters / 1e6:,.1f}M trained parameters, {args.optimizer}, "
+        f"{setup.settings.steps} steps of {args.batch} rows in {micro_batches} micro-batches"
+    )
     skipped = output.cut_log(args.out, first) if first else 0
     return Run(
-        setup, rows, held_out, step, micro_batches, total, trained, frozen, state, first, skipped
-    )
+        setup, texts, rows, held_out, step, micro_batches, total, trained, frozen, state, first,
+        skipped,
+    )  # fmt: skip
 
 
 class Signals:
@@ -372,22 +382,19 @@ class Signals:
         self.stop |= number != signal.SIGUSR1
 
 
-def train(run: Run, console: Console) -> None:
+def train(run: Run) -> None:
     """Take the steps, evaluating, saving and showing."""
     args = run.args
     last = min(args.until or run.steps, run.steps)
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                TextColumn("{task.fields[now]}"))  # fmt: skip
-    is_shown = console.is_terminal
-
-    def say(text: str) -> None:
-        console.print(f"step {run.step}/{run.steps}  {text}", highlight=False, soft_wrap=True)
 
     def evaluate() -> None:
         if len(run.held_out):
-            say(f"held-out loss {run.evaluate():.4f}")
+            say(f"step {run.step}/{run.steps}  held-out loss {run.evaluate():.4f}")
 
-    with Signals() as signals, Progress(*columns, console=console, disable=not is_shown) as progress:
+    progress = Progress(*columns, disable=not sys.stdout.isatty())
+    with Signals() as signals, progress:
         task = progress.add_task("", total=last, completed=run.step, now="")
         if run.step == 0:
             evaluate()
@@ -396,8 +403,8 @@ def train(run: Run, console: Console) -> None:
             now = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s"
             progress.update(task, completed=run.step, now=now)
             if run.step % args.print_every == 0 or run.step in (1, last) or "skipped" in row:
-                more = "  skipped: not finite" if "skipped" in row else ""
-                say(f"{now}  {row['peak_bytes'] / memory.GIB:.2f} GiB{more}")
+                now += f"  {row['peak_bytes'] / memory.GIB:.2f} GiB"
+                say(f"step {run.step}/{run.steps}  {now}{'  skipped' * row.get('skipped', False)}")
             if run.step % args.evaluate_every == 0 or run.step == run.steps:
                 evaluate()
             due = args.save_every and run.step % args.save_every == 0
@@ -405,81 +412,63 @@ def train(run: Run, console: Console) -> None:
                 run.save()
                 signals.save = False
     if signals.stop:
-        where = f"continue from step {run.step} with --resume" if run.step else "no step was taken"
-        print(f"stopped; {where}", file=sys.stderr)
-        raise SystemExit(INTERRUPTED)
+        raise KeyboardInterrupt
 
 
-def generate(run: Run, texts: Texts, console: Console) -> None:
+def generate(run: Run) -> None:
     """Print what the model generates from the prompts."""
     args = run.args
     continued = jax.jit(run.setup.model.generate, static_argnums=(2, 4))
     params = joined(run.trained, run.frozen) if args.prompt else None
     for prompt in args.prompt:
-        ids = texts.prompt(prompt)
+        ids = run.texts.encode(prompt)
         tokens = continued(
             params, np.array([ids]), args.tokens, jax.random.key(args.seed), args.temperature
         )
-        answer = texts.continued(np.asarray(tokens)[0].tolist(), len(ids))
-        console.print(f"{prompt!r}, after {run.step} steps:\n{answer}", markup=False)
+        answer = run.texts.decode(np.asarray(tokens)[0, len(ids) :].tolist())
+        say(f"{prompt!r}, after {run.step} steps:\n{answer}")
         run.log(prompt=prompt, answer=answer)
 
 
-def export(run: Run) -> str:
-    """Write the model, and its adapters if it has some; return the names of their folders."""
+def export(run: Run) -> None:
+    """Write the model, and its adapters if it has some."""
     args, model, trained = run.args, run.setup.model, run.trained
-    folders = [args.out / output.MODEL]
-    if args.dtype == "float32" or model.lora is not None or not run.setup.is_bf16:
-        trained = trained if args.offload else lowmem.master_params(trained, run.state)
+    if not args.offload and (model.lora or args.dtype == "float32" or not run.setup.is_bf16):
+        trained = lowmem.master_params(trained, run.state)
     if model.lora is not None:
-        folders = [args.out / output.ADAPTER, *folders]
-        huggingface.save_adapters(folders[0], args.model, model, trained)
-    huggingface.save(folders[-1], args.model, model, trained, args.dtype)
-    return " and ".join(map(str, folders))
+        huggingface.save_adapters(args.out / output.ADAPTER, args.model, model, trained)
+    huggingface.save(args.out / output.MODEL, args.model, model, trained, args.dtype)
 
 
 def main(arguments: list[str] | None = None) -> Run:
     # by default JAX takes three quarters of a GPU, too little for what would fit
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")
-    args, console = parse_arguments(arguments), Console()
-    say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    if args.offload:
-        allow_pinned_memory()
-    check_implementation(args.implementation)
-    run = None
+    args, run = parse_arguments(arguments), None
     try:
-        texts = Texts(args.model)
-        run = prepare(args, texts, say)
-        report = lowmem.memory.report(run.setup.tx, run.trained)
-        say(
-            f"{args.model.name}: {report.parameters / 1e6:,.1f}M trained parameters, "
-            f"{args.optimizer}, {len(run.rows)} rows of {args.sequence} tokens, {run.steps} steps "
-            f"of {args.batch} rows in {run.micro_batches} micro-batches"
-        )
+        run = prepare(args)
         if run.step == 0:
-            generate(run, texts, console)
-        train(run, console)
-        output.draw(args.out, args.optimizer)
-        say(f"{args.out} has the log, {output.LOG}, its plot, {output.PLOT}, and checkpoints")
+            generate(run)
+        train(run)
         if run.step == run.steps:
-            generate(run, texts, console)
-            say(f"Wrote {export(run)}")
+            generate(run)
+            export(run)
+        output.draw(args.out, args.optimizer)
+        for line in output.contents(args.out):
+            say(line)
     except (OSError, ValueError, MemoryError) as error:
         raise SystemExit(str(error)) from None
     except KeyboardInterrupt:
         step = checkpoint.latest_step(args.out / output.CHECKPOINTS) if run else None
-        where = f": continue from step {step} with --resume" if step else "; nothing was saved"
-        print(f"stopped{where}", file=sys.stderr)
+        where = f"continue from step {step} with --resume" if step else "nothing was saved"
+        print(f"stopped; {where}", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
         print(f"out of memory: {out_of_memory_message(error, args.offload)}", file=sys.stderr)
         rows = args.batch // run.micro_batches if run else args.micro_batch or args.batch
-        print(
-            f"Try --micro-batch {max(rows // 2, 1)} (now {rows}), a shorter --sequence, --lora "
-            "q_proj,v_proj or --release", file=sys.stderr,
-        )  # fmt: skip
+        fewer = f"--micro-batch {rows // 2} instead of {rows}, " if rows > 1 else ""
+        print(f"These need less: {fewer}{_LESS}", file=sys.stderr)
         raise SystemExit(OUT_OF_MEMORY) from None
     return run
 

@@ -141,7 +141,11 @@ def parse_arguments(description: str, arguments: list[str] | None = None) -> arg
     if args.clip is None:
         args.clip = 0.0 if args.release else 1.0
     record = lowmem.OPTIMIZERS.get(args.optimizer)
-    if args.weight_decay and record and "weight_decay" not in inspect.signature(record.make).parameters:
+    if (
+        args.weight_decay
+        and record
+        and "weight_decay" not in inspect.signature(record.make).parameters
+    ):
         parser.error(f"{args.optimizer} has no --weight-decay")
     if args.micro_batch and args.batch % args.micro_batch:
         parser.error(f"--batch {args.batch} is no multiple of --micro-batch {args.micro_batch}")

@@ -83,20 +83,3 @@ def step_that_fits(
         fixed = compiled.memory_analysis().argument_size_in_bytes
         least = number * (size - fixed) / max(limit - fixed, 1)
     return None, compiled, size
-
-
-def message(what: str, limit: int, size: int, others: dict[str, int]) -> str:
-    """Say that a step does not fit, and what of the others does.
-
-    Args:
-      what: the flags of the step.
-      limit: bytes.
-      size: of the step with the smallest micro-batches.
-      others: flags -> bytes.
-    """
-    text = f"{what} needs {size / GIB:.2f} GiB, and {limit / GIB:.2f} GiB may be used."
-    told = ", ".join(f"{flags} ({bytes_ / GIB:.2f} GiB)" for flags, bytes_ in others.items())
-    fitting = [flags for flags, bytes_ in others.items() if bytes_ <= limit]
-    if fitting:
-        return f"{text} This fits: {fitting[0]}. Tried: {told}"
-    return f"{text} Nothing that was tried fits: {told}. Use a smaller model"

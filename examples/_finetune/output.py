@@ -17,8 +17,9 @@ from optax_lowmem import checkpoint
 RUN, LOG, PLOT, BOARD = "run.json", "log.jsonl", "loss.png", "tensorboard"
 CHECKPOINTS, MODEL, ADAPTER = "checkpoints", "model", "adapter"
 # what a resumed run may change
-_FREE = ("offload", "resume", "until", "save_every", "print_every", "micro_batch", "budget", "out",
-         "prompt", "tokens", "temperature", "implementation", "dtype", "skip_nonfinite")  # fmt: skip
+_FREE = ("offload", "resume", "until", "save_every", "print_every", "micro_batch", "budget",
+         "out", "prompt", "tokens", "temperature", "implementation", "dtype",
+         "skip_nonfinite")  # fmt: skip
 
 
 def begin(args: argparse.Namespace) -> tuple[int, int | None]:
@@ -94,8 +95,8 @@ def read_log(out: Path, until: float = math.inf) -> list[dict[str, Any]]:
 
 
 def cut_log(out: Path, step: int) -> int:
-    """Remove the lines after a step, which is taken again; return the number of steps skipped."""
-    rows = read_log(out, step)
+    """Remove the lines of what is done again after a step; return the number of steps skipped."""
+    rows = [row for row in read_log(out, step) if row["step"] < step or "answer" not in row]
     (out / LOG).write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return sum("skipped" in row for row in rows)
 
@@ -107,8 +108,8 @@ def draw(out: Path, optimizer: str) -> None:
         name: [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         for name in ("loss", "validation_loss")
     }
-    name = "validation_loss" if of["validation_loss"] else "loss"
-    first, last = (of[name] or [(0, math.nan)])[0], (of[name] or [(0, math.nan)])[-1]
+    kind = "Held-out" if of["validation_loss"] else "Training"
+    (_, first), *_, (steps, last) = (of["validation_loss"] or of["loss"]) * 2
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
         axes.plot(*zip(*of["loss"], strict=True), color=GREY, lw=1, label="training")
@@ -117,10 +118,8 @@ def draw(out: Path, optimizer: str) -> None:
         axes.set(xlabel="step", title="loss, nats per token")
         axes.grid(axis="y")
         axes.legend(labelcolor="linecolor")
-        figure.suptitle(
-            f"{'Held-out' if name != 'loss' else 'Training'} loss {first[1]:.3f} → {last[1]:.3f} in "
-            f"{last[0]} steps of {optimizer}", x=0.01, ha="left", fontsize=12, fontweight="bold",
-        )  # fmt: skip
+        figure.suptitle(f"{kind} loss {first:.3f} → {last:.3f} in {steps} steps of {optimizer}",
+                        x=0.01, ha="left", fontsize=12, fontweight="bold")  # fmt: skip
         figure.savefig(out / PLOT, dpi=150, facecolor="white")
         plt.close(figure)
     try:
@@ -133,3 +132,15 @@ def draw(out: Path, optimizer: str) -> None:
             for name, value in row.items():
                 if name != "step" and isinstance(value, float):
                     writer.add_scalar(name, value, row["step"])
+
+
+def contents(out: Path) -> list[str]:
+    """Return a line for each thing that a run has written; the last is the model."""
+    known = {
+        LOG: "losses, rates and times of all steps",
+        PLOT: "the losses",
+        CHECKPOINTS: "for --resume",
+        ADAPTER: "the adapters, for peft",
+        MODEL: "the model, for transformers",
+    }
+    return [f"{out / name}: {what}" for name, what in known.items() if (out / name).exists()]

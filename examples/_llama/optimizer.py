@@ -44,9 +44,7 @@ def hidden(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
-def _arguments(
-    settings: Settings, weight_decay: float | None, decay_all: bool
-) -> dict[str, Any]:
+def _arguments(settings: Settings, weight_decay: float | None, decay_all: bool) -> dict[str, Any]:
     name, shape = settings.optimizer, settings.shape
     record = lowmem.OPTIMIZERS["flash_adamw" if name in (PLAIN, SPLIT) else name]
     decay = _DECAYS.get(name, _DECAY) if weight_decay is None else weight_decay
