@@ -67,7 +67,7 @@ class Data:
       name: of the file.
       length: predicted tokens of a row.
       texts: pieces of at most length + 1 tokens; only pieces of one text repeat each other.
-      cut, dropped: reason -> number of texts.
+      cut, dropped, notes: reason -> number of texts.
     """
 
     name: str
@@ -75,6 +75,7 @@ class Data:
     texts: list[list[Piece]] = dataclasses.field(default_factory=list)
     cut: Counter[str] = dataclasses.field(default_factory=Counter)
     dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+    notes: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @functools.cached_property
     def rows(self) -> Rows:
@@ -90,12 +91,13 @@ class Data:
         return float(self.rows.weights.sum()) / self.tokens
 
     def add(self, *pieces: Piece) -> None:
-        """Add the pieces of a text, without what is longer than a row."""
+        """Add the pieces of a text, without what is beyond the end of a row."""
         end = self.length + 1
-        learnt = [(ids[:end], answers[:end]) for ids, answers in pieces if answers[1:end].any()]
-        self.cut["answers longer than a row, at the end"] += sum(a[end:].any() for _, a in pieces)
-        self.dropped["no token to learn within a row"] += len(pieces) - len(learnt)
-        self.texts.extend([learnt] if learnt else [])
+        kept = [(ids, answers) for ids, answers in pieces if answers[1:end].any()]
+        self.cut["answers longer than a row, at the end"] += sum(a[end:].any() for _, a in kept)
+        self.dropped["no token to learn within a row"] += len(pieces) - len(kept)
+        if kept:
+            self.texts.append([(ids[:end], answers[:end]) for ids, answers in kept])
 
     def split(self, share: float, seed: int) -> tuple[Data, Data]:
         """Return the data without a random part of the texts, and that part."""
@@ -107,13 +109,16 @@ class Data:
         name = f"{self.name}, held out"
         return dataclasses.replace(self, texts=rest), Data(name, self.length, held_out)
 
+    @property
+    def reasons(self) -> list[str]:
+        """Why texts were cut or dropped, and how many."""
+        kinds = {"cut": self.cut, "dropped": self.dropped, "note": self.notes}
+        return [f"{kind}: {why}: {n:,}" for kind in kinds for why, n in kinds[kind].items() if n]
+
     def __str__(self) -> str:
-        return "\n".join([
-            f"{self.name}: {len(self.rows):,} rows of {self.length:,} tokens; {self.tokens:,} "
-            f"tokens without padding, {self.share:.1%} of them answers",
-            *(f"  cut: {why}: {n:,}" for why, n in self.cut.items() if n),
-            *(f"  dropped: {why}: {n:,}" for why, n in self.dropped.items() if n),
-        ])  # fmt: skip
+        head = f"{self.name}: {len(self.rows):,} rows of {self.length:,} tokens; {self.tokens:,} "
+        head += f"tokens without padding, {self.share:.1%} of them answers"
+        return "\n  ".join([head, *self.reasons])
 
 
 class Texts:
@@ -175,15 +180,14 @@ class Texts:
             try:
                 if unit == "row" or row.strip():
                     self._add(data, row if unit == "row" else _parsed(row))
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 raise ValueError(f"{file}, {unit} {number}: {_line(error)}") from None
         if not data.texts:
-            raise ValueError(
-                f"{file} has nothing to learn from {dict(+data.dropped) or ''}".strip()
-            )
+            raise ValueError("; ".join([f"{file} has no token to learn", *data.reasons]))
         return data
 
     def _add(self, data: Data, row: Any) -> None:
+        json.dumps(row, ensure_ascii=False).encode()  # raises for half of a surrogate pair
         match row:
             case {"messages": [_, *_] as chat} | {"conversations": [_, *_] as chat}:
                 self._add_chat(data, chat, row)
@@ -209,7 +213,7 @@ class Texts:
         whole = prompt + text
         ids, answers = self._tokens(whole, [(len(prompt), len(whole))], special=True)
         if self.end is not None and ids[-1:] != self.end:
-            ids, answers = np.append(ids, self.end), np.append(answers, True)
+            ids, answers = self._known([*ids, self.end]), np.append(answers, True)
         answers[-1:] = True
         return ids, answers
 
@@ -217,7 +221,7 @@ class Texts:
         if not self.tokenizer.chat_template:
             raise ValueError("the model has no chat template: train on lines with 'text'")
         chat = [_message(message) for message in chat]
-        if isinstance(row.get("system"), str):
+        if isinstance(row.get("system"), str) and chat[0]["role"] != "system":
             chat.insert(0, {"role": "system", "content": row["system"]})
         answers = [i for i, message in enumerate(chat) if i and _is_answer(message)]
         if not answers:
@@ -229,8 +233,12 @@ class Texts:
         turns = _turns(chat[len(head) : answers[-1] + 1])
         parts = list(self._parts(head, turns, data.length + 1, given))
         data.cut["chats longer than a row, between turns"] += len(parts) > 1
+        why = "chats whose earlier turns the template changes, into a text for each answer"
+        data.cut[why] += any(len(pieces) > 1 for pieces in parts)
+        ends = [int(ids[answers][-1]) for ids, answers in itertools.chain(*parts) if answers.any()]
+        why = "chats whose answers end with a token that does not end generation (eos_token_id)"
+        data.notes[why] += not self.ends.issuperset(ends)
         for pieces in parts:
-            data.cut["chats whose earlier turns the template changes, by answer"] += len(pieces) > 1
             data.add(*pieces)
 
     def _parts(
@@ -249,7 +257,7 @@ class Texts:
             return
         template = self.tokenizer.get_chat_template(tools=given.get("tools"))
         if _TAGGED.search(template) and all(message.get("weight", 1) for message in chat):
-            given = {"return_dict": True, "return_assistant_tokens_mask": True, **given}
+            given = given | {"return_assistant_tokens_mask": True, "return_dict": True}
             mask = self.tokenizer.apply_chat_template(chat, **given)["assistant_masks"]
             yield [(self._tokens(whole)[0], np.array(mask, bool))]
             return
@@ -275,11 +283,15 @@ class Texts:
             if message["role"] == "assistant" and context:
                 text = self._rendered([*context, message], **given)
                 prompt = self._rendered(context, add_generation_prompt=True, **given)
+                start = len(prompt)
                 if not text.startswith(prompt):  # such as one that ends in "<think>"
-                    others = prompt, self._rendered(context, **given)
-                    prompt = max((os.path.commonprefix([text, other]) for other in others), key=len)
-                end = len(text.rstrip()) if _is_answer(message) else 0
-                yield text, (len(prompt), max(len(prompt), end))
+                    start = len(os.path.commonprefix([text, prompt]))
+                    if start < len(self._rendered(context, **given)):
+                        raise ValueError(
+                            "the model's chat template writes what is before an answer otherwise "
+                            "than before generation: write system messages into the user's"
+                        )
+                yield text, (start, len(text.rstrip()) if _is_answer(message) else start)
 
     def _rendered(self, chat: Chat, **given: Any) -> str:
         try:
@@ -293,26 +305,26 @@ class Texts:
         """Return the tokens of a text, and which of them overlap spans, which are in order."""
         given = {"add_special_tokens": special, "return_offsets_mapping": True, "verbose": False}
         found = self.tokenizer(text, **given)
-        ids, offsets = np.array(found["input_ids"], np.int32), found["offset_mapping"]
-        if (highest := ids.max(initial=0)) >= self.vocab_size:
+        begin, end = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
+        starts, ends = np.array([s for s in spans if s[0] < s[1]], np.int64).reshape(-1, 2).T
+        inside = np.searchsorted(ends, begin, "right") < np.searchsorted(starts, end, "left")
+        return self._known(found["input_ids"]), inside
+
+    def _known(self, ids: Sequence[int]) -> np.ndarray:
+        """Return tokens in an array, if the embedding has rows for them."""
+        if (highest := max(ids, default=0)) >= self.vocab_size:
             token = self.tokenizer.convert_ids_to_tokens(int(highest))
             raise ValueError(
-                f"token {token!r} has id {highest}, but the model's embedding has {self.vocab_size} "
-                "rows: use the model's tokenizer, or resize the embedding (resize_token_embeddings)"
+                f"token {token!r} has id {highest}, but the model's embedding has "
+                f"{self.vocab_size} rows: use the model's tokenizer, or resize the embedding "
+                "(resize_token_embeddings of transformers)"
             )
-        begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
-        first, last = (
-            np.searchsorted(np.ravel(spans), at, "right") % 2 == 1
-            for at in (begin, np.maximum(end - 1, begin))
-        )
-        return ids, first | last
+        return np.array(ids, np.int32)
 
 
 def _parsed(line: bytes) -> Any:
     try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # raises for half of a surrogate pair
-        return row
+        return json.loads(line)
     except ValueError as error:
         raise ValueError(f"{error}; {FORMS}") from None
 
