@@ -143,7 +143,7 @@ class Attention(nnx.Module):
         own = self.shape
         frequency = _scaled(frequencies(own.head_width, own.rope), own.scaling)
         if own.local_rope is not None:
-            local = frequencies(own.head_width, own.local_rope)
+            local = _scaled(frequencies(own.head_width, own.local_rope), own.local_scaling)
             frequency = jnp.where(sliding, local, frequency)
         return rotary_angles(length, frequency)
 
@@ -350,7 +350,9 @@ class Llama:
     def _ends(self, key: jax.Array) -> Ends:
         return Ends(self.shape, nnx.Rngs(key))
 
-    def weights(self, key: jax.Array, dtype: Callable[[str], Any]) -> dict[str, Any]:
+    def weights(
+        self, key: jax.Array, dtype: Callable[[str], Any] = lambda path: jnp.float32
+    ) -> dict[str, Any]:
         """Initial weights, drawn in f32 and rounded to bf16, in the dtype that each path has.
 
         Layers are drawn one after another, so that no more than one layer is there in f32.

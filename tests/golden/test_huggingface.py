@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _llama import huggingface, mesh
+from _llama import configuration, huggingface, mesh
 from _llama.model import Llama, Lora, Packed, joined
 from jax.sharding import NamedSharding
 
@@ -41,7 +41,7 @@ def rms(x):
 
 
 def test_every_architecture_has_logits():
-    assert BY_NAME.keys() == huggingface._DEFAULTS.keys()
+    assert BY_NAME.keys() == configuration.FAMILIES.keys()
 
 
 @every_model

@@ -1,6 +1,7 @@
 """Shapes and activations of decoders, from the `config.json` of a Hugging Face model."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,27 @@ _KNOWN: dict[str, dict[str, Any]] = {
                "final_logit_softcapping": 30.0},
     "gemma3_text": {"head_dim": 256, "tie_word_embeddings": True},
 }  # fmt: skip
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _INPUTS = 3  # of layers, on the device while the others are on the host: in, at work, out
+
+
+def lora_names(text: str) -> tuple[str, ...]:
+    """Return the matrices of layers that get adapters: `q_proj, v_proj`, or `all-linear`.
+
+    Raises:
+      ValueError: for a name that is no matrix of a layer, with those near to it.
+    """
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if names == ("all-linear",):
+        return MATRICES
+    for name in names or [text]:
+        if name not in MATRICES:
+            near = difflib.get_close_matches(name.split(".")[-1], MATRICES, 2) or MATRICES
+            raise ValueError(
+                f"no matrix of the layers is named {name!r}: write {' or '.join(near)}, several "
+                "with commas between them, or all-linear"
+            )
+    return names
 
 
 @dataclasses.dataclass(frozen=True)
