@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from .configuration import read_json
+
 Piece = tuple[np.ndarray, np.ndarray]  # tokens, and which of them are answers
 Chat = list[dict[str, Any]]
 
@@ -141,6 +143,8 @@ class Texts:
             self.tokenizer("a", return_offsets_mapping=True)  # not every tokenizer has them
             stops = kind.from_pretrained(folder, **local).eos_token_id
         except Exception as error:  # of many kinds; tokenizers raises Exception itself
+            for file in sorted(folder.glob("*.json")):
+                read_json(file)  # raises with the name of a file that is no JSON
             told = f"{folder}: transformers cannot load the tokenizer"
             raise ValueError(f"{told}: {_line(error)}") from None
         self.ends = {self.tokenizer.eos_token_id, *np.atleast_1d(stops).tolist()} - {None}
