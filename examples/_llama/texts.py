@@ -68,7 +68,7 @@ class Data:
     Attributes:
       name: of the file.
       length: predicted tokens of a row.
-      texts: pieces of at most length + 1 tokens; only pieces of one text repeat each other.
+      texts: their pieces, of at most length + 1 tokens. Pieces of different texts do not overlap.
       cut, dropped, notes: reason -> number of texts.
     """
 
@@ -113,7 +113,7 @@ class Data:
 
     @property
     def reasons(self) -> list[str]:
-        """Why texts were cut or dropped, and how many."""
+        """Lines with the reasons for cutting or dropping texts, and their numbers."""
         kinds = {"cut": self.cut, "dropped": self.dropped, "note": self.notes}
         return [f"{kind}: {why}: {n:,}" for kind in kinds for why, n in kinds[kind].items() if n]
 
@@ -215,8 +215,9 @@ class Texts:
     def _ended(self, prompt: str, text: str) -> Piece:
         """Return the tokens of a text that follows a prompt, and of its end."""
         whole = prompt + text
-        ids, answers = self._tokens(whole, [(len(prompt), len(whole))], special=True)
-        if self.end is not None and ids[-1:] != self.end:
+        ids, places = self._tokens(whole, special=True)
+        answers = _inside(places, [(len(prompt), len(whole))])
+        if self.end is not None and self.ends.isdisjoint(ids[-1:].tolist()):
             ids, answers = self._known([*ids, self.end]), np.append(answers, True)
         answers[-1:] = True
         return ids, answers
@@ -255,7 +256,8 @@ class Texts:
         first = [*head, *turns[0]]
         chat = [*first, *itertools.chain(*turns[1:])]
         whole = self._rendered(chat, **given)
-        if len(turns) > 1 and len(self._tokens(whole)[0]) > size:
+        ids, places = self._tokens(whole)
+        if len(turns) > 1 and len(ids) > size:
             for part in (turns[: len(turns) // 2], turns[len(turns) // 2 :]):
                 yield from self._parts(head, part, size, given)
             return
@@ -263,20 +265,25 @@ class Texts:
         if _TAGGED.search(template) and all(message.get("weight", 1) for message in chat):
             given = given | {"return_assistant_tokens_mask": True, "return_dict": True}
             mask = self.tokenizer.apply_chat_template(chat, **given)["assistant_masks"]
-            yield [(self._tokens(whole)[0], np.array(mask, bool))]
+            yield [(ids, np.array(mask, bool))]
             return
-        # each turn is rendered after the first alone: the time is linear in the number of turns
+        # rendered after the first turn only, so that the time is linear in the number of turns
         at, skip, spans = 0, 0, []
         for before, turn in [([], first), *((first, turn) for turn in turns[1:])]:
             for text, (a, b) in self._answers(before, turn, given):
                 if not whole.startswith(text[skip:], at):
-                    apart = self._answers([], chat, given)
-                    yield [self._tokens(text, [span]) for text, span in apart if span[0] < span[1]]
+                    yield [piece for piece in self._apart(chat, given) if piece[1].any()]
                     return
                 spans.append((at + a - skip, at + b - skip))
             at += len(text) - skip
             skip = skip or at
-        yield [self._tokens(whole, spans)]
+        yield [(ids, _inside(places, spans))]
+
+    def _apart(self, chat: Chat, given: dict[str, Any]) -> Iterator[Piece]:
+        """Yield a piece for each answer of a chat, in the context in which it is generated."""
+        for text, span in self._answers([], chat, given):
+            ids, places = self._tokens(text)
+            yield ids, _inside(places, [span])
 
     def _answers(
         self, before: Chat, turn: Chat, given: dict[str, Any]
@@ -303,16 +310,12 @@ class Texts:
         except Exception as error:  # whatever a template raises
             raise ValueError(f"the model's chat template refuses it: {error}") from None
 
-    def _tokens(
-        self, text: str, spans: Sequence[tuple[int, int]] = (), special: bool = False
-    ) -> Piece:
-        """Return the tokens of a text, and which of them overlap spans, which are in order."""
+    def _tokens(self, text: str, special: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a text, and [tokens, 2], where each begins and ends."""
         given = {"add_special_tokens": special, "return_offsets_mapping": True, "verbose": False}
         found = self.tokenizer(text, **given)
-        begin, end = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
-        starts, ends = np.array([s for s in spans if s[0] < s[1]], np.int64).reshape(-1, 2).T
-        inside = np.searchsorted(ends, begin, "right") < np.searchsorted(starts, end, "left")
-        return self._known(found["input_ids"]), inside
+        places = np.array(found["offset_mapping"], np.int64).reshape(-1, 2)
+        return self._known(found["input_ids"]), places
 
     def _known(self, ids: Sequence[int]) -> np.ndarray:
         """Return tokens in an array, if the embedding has rows for them."""
@@ -359,6 +362,13 @@ def _turns(chat: Chat) -> list[Chat]:
     return [chat[a:b] for a, b in itertools.pairwise([0, *cuts, len(chat)])]
 
 
+def _inside(places: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return which tokens overlap one of some spans, which are in order."""
+    starts, ends = np.array([span for span in spans if span[0] < span[1]]).reshape(-1, 2).T
+    begins = np.searchsorted(starts, places[:, 1], "left")
+    return np.searchsorted(ends, places[:, 0], "right") < begins
+
+
 def _line(error: Exception) -> str:
     return " ".join(f"{error or type(error).__name__}".split())
 
@@ -383,7 +393,7 @@ def packed(pieces: Iterable[Piece], length: int) -> Rows:
 
 
 def batch_rows(rows: Rows, batch: int, seed: int, step: int, total: int | None = None) -> Rows:
-    """Return the rows of a step: each epoch has every row once, in an order of its own.
+    """Return the rows of a step; each epoch takes every row once, in a new order.
 
     With `total`, the rows of the whole run, the last batch is filled with rows without weight.
     """
