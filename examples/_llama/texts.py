@@ -69,15 +69,13 @@ class Data:
       name: of the file.
       length: predicted tokens of a row.
       texts: their pieces, of at most length + 1 tokens. Pieces of different texts do not overlap.
-      cut, dropped, notes: reason -> number of texts.
+      counts: "cut: ...", "dropped: ..." or "note: ..." -> number of texts.
     """
 
     name: str
     length: int
     texts: list[list[Piece]] = dataclasses.field(default_factory=list)
-    cut: Counter[str] = dataclasses.field(default_factory=Counter)
-    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
-    notes: Counter[str] = dataclasses.field(default_factory=Counter)
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @functools.cached_property
     def rows(self) -> Rows:
@@ -96,8 +94,9 @@ class Data:
         """Add the pieces of a text, without what is beyond the end of a row."""
         end = self.length + 1
         kept = [(ids, answers) for ids, answers in pieces if answers[1:end].any()]
-        self.cut["answers longer than a row, at the end"] += sum(a[end:].any() for _, a in kept)
-        self.dropped["no token to learn within a row"] += len(pieces) - len(kept)
+        cut = sum(answers[end:].any() for _, answers in kept)
+        self.counts["cut: answers longer than a row, at the end"] += cut
+        self.counts["dropped: no token to learn within a row"] += len(pieces) - len(kept)
         if kept:
             self.texts.append([(ids[:end], answers[:end]) for ids, answers in kept])
 
@@ -111,16 +110,10 @@ class Data:
         name = f"{self.name}, held out"
         return dataclasses.replace(self, texts=rest), Data(name, self.length, held_out)
 
-    @property
-    def reasons(self) -> list[str]:
-        """Lines with the reasons for cutting or dropping texts, and their numbers."""
-        kinds = {"cut": self.cut, "dropped": self.dropped, "note": self.notes}
-        return [f"{kind}: {why}: {n:,}" for kind in kinds for why, n in kinds[kind].items() if n]
-
     def __str__(self) -> str:
-        head = f"{self.name}: {len(self.rows):,} rows of {self.length:,} tokens; {self.tokens:,} "
-        head += f"tokens without padding, {self.share:.1%} of them answers"
-        return "\n  ".join([head, *self.reasons])
+        shown = f"{self.name}: {len(self.rows):,} rows of {self.length:,} tokens; {self.tokens:,} "
+        shown += f"tokens without padding, {self.share:.1%} of them answers"
+        return shown + "".join(f"\n  {why}: {n:,}" for why, n in (+self.counts).items())
 
 
 class Texts:
@@ -147,10 +140,9 @@ class Texts:
                 read_json(file)  # raises with the name of a file that is no JSON
             told = f"{folder}: transformers cannot load the tokenizer"
             raise ValueError(f"{told}: {_line(error)}") from None
-        self.ends = {self.tokenizer.eos_token_id, *np.atleast_1d(stops).tolist()} - {None}
-        self.end = self.tokenizer.eos_token_id
-        if self.end is None:
-            self.end = min(self.ends, default=None)
+        eos = self.tokenizer.eos_token_id
+        self.ends = {*np.atleast_1d(eos if stops is None else stops).tolist()} - {None}
+        self.end = eos if eos in self.ends else min(self.ends, default=None)
 
     def encode(self, prompt: str) -> list[int]:
         """Return the tokens of a question to a chat model, or of the beginning of a text."""
@@ -158,8 +150,7 @@ class Texts:
             chat = [{"role": "user", "content": prompt}]
             return self._tokens(self._rendered(chat, add_generation_prompt=True))[0].tolist()
         ids = self._tokens(prompt, special=True)[0].tolist()
-        if ids[-1:] == [self.end]:  # of a tokenizer with add_eos_token
-            ids.pop()
+        ids = ids if self.end is None else ids[:-1]
         if not ids:
             raise ValueError("the prompt has no tokens")
         return ids
@@ -183,11 +174,13 @@ class Texts:
         for number, row in enumerate(rows, 1):
             try:
                 if unit == "row" or row.strip():
-                    self._add(data, row if unit == "row" else _parsed(row))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{file}, {unit} {number}: {_line(error)}") from None
+                    self._add(data, row if unit == "row" else json.loads(row))
+            except Exception as error:  # whatever the tokenizer or the template raises
+                told = f"{file}, {unit} {number}: {_line(error)}"
+                unreadable = isinstance(error, json.JSONDecodeError | UnicodeError)
+                raise ValueError(f"{told}; {FORMS}" if unreadable else told) from None
         if not data.texts:
-            raise ValueError("; ".join([f"{file} has no token to learn", *data.reasons]))
+            raise ValueError("; ".join([f"{file} has no token to learn", *+data.counts]))
         return data
 
     def _add(self, data: Data, row: Any) -> None:
@@ -199,28 +192,20 @@ class Texts:
                 unanswered = [{**_message(message), "weight": 0} for message in prompt]
                 self._add_chat(data, unanswered + chat, row)
             case {"text": ""} | {"prompt": str(), "completion": ""}:
-                data.dropped["empty texts"] += 1
+                data.counts["dropped: empty texts"] += 1
             case {"text": str(text)}:
-                ids, answers = self._ended("", text)
+                ids, _ = self._tokens(text, special=True)
                 # the last token of a piece is the first of the next: each is predicted once
                 pieces = range(0, max(len(ids) - 1, 1), data.length)
-                data.cut["texts longer than a row, into several"] += len(pieces) > 1
-                for part in (slice(at, at + data.length + 1) for at in pieces):
-                    data.add((ids[part], answers[part]))
+                data.counts["cut: texts longer than a row, into several"] += len(pieces) > 1
+                for at in pieces:
+                    part = ids[at : at + data.length + 1]
+                    data.add((part, np.ones(len(part), bool)))
             case {"prompt": str(prompt), "completion": str(text)}:
-                data.add(self._ended(prompt, text))
+                ids, places = self._tokens(prompt + text, special=True)
+                data.add((ids, _inside(places, [(len(prompt), len(prompt + text) + 1)])))
             case _:
                 raise ValueError(FORMS)
-
-    def _ended(self, prompt: str, text: str) -> Piece:
-        """Return the tokens of a text that follows a prompt, and of its end."""
-        whole = prompt + text
-        ids, places = self._tokens(whole, special=True)
-        answers = _inside(places, [(len(prompt), len(whole))])
-        if self.end is not None and self.ends.isdisjoint(ids[-1:].tolist()):
-            ids, answers = self._known([*ids, self.end]), np.append(answers, True)
-        answers[-1:] = True
-        return ids, answers
 
     def _add_chat(self, data: Data, chat: Chat, row: dict[str, Any]) -> None:
         if not self.tokenizer.chat_template:
@@ -228,21 +213,22 @@ class Texts:
         chat = [_message(message) for message in chat]
         if isinstance(row.get("system"), str) and chat[0]["role"] != "system":
             chat.insert(0, {"role": "system", "content": row["system"]})
-        answers = [i for i, message in enumerate(chat) if i and _is_answer(message)]
-        if not answers:
+        while chat and (chat[-1]["role"] != "assistant" or not chat[-1].get("weight", 1)):
+            chat.pop()
+        if len(chat) < 2:
             raise ValueError("the chat has no answer of the assistant")
         given = {name: row[name] for name in ("tools", "documents") if row.get(name)}
         given = {k: json.loads(v) if isinstance(v, str) else v for k, v in given.items()}
         given |= row.get("chat_template_kwargs") or {}
         head = list(itertools.takewhile(lambda message: message["role"] in ROLES[:2], chat))
-        turns = _turns(chat[len(head) : answers[-1] + 1])
+        turns = _turns(chat[len(head) :])
         parts = list(self._parts(head, turns, data.length + 1, given))
-        data.cut["chats longer than a row, between turns"] += len(parts) > 1
-        why = "chats whose earlier turns the template changes, into a text for each answer"
-        data.cut[why] += any(len(pieces) > 1 for pieces in parts)
+        data.counts["cut: chats longer than a row, between turns"] += len(parts) > 1
+        why = "cut: chats whose earlier turns the template changes, into a text for each answer"
+        data.counts[why] += any(len(pieces) > 1 for pieces in parts)
         ends = [int(ids[answers][-1]) for ids, answers in itertools.chain(*parts) if answers.any()]
-        why = "chats whose answers end with a token that does not end generation (eos_token_id)"
-        data.notes[why] += not self.ends.issuperset(ends)
+        why = "note: chats whose answers end in a token that does not stop generation"
+        data.counts[why] += not self.ends.issuperset(ends)
         for pieces in parts:
             data.add(*pieces)
 
@@ -302,7 +288,7 @@ class Texts:
                             "the model's chat template writes what is before an answer otherwise "
                             "than before generation: write system messages into the user's"
                         )
-                yield text, (start, len(text.rstrip()) if _is_answer(message) else start)
+                yield text, (start, len(text.rstrip()) if message.get("weight", 1) else start)
 
     def _rendered(self, chat: Chat, **given: Any) -> str:
         try:
@@ -311,29 +297,24 @@ class Texts:
             raise ValueError(f"the model's chat template refuses it: {error}") from None
 
     def _tokens(self, text: str, special: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of a text, and [tokens, 2], where each begins and ends."""
+        """Return the tokens of a text, and [tokens, 2], where each begins and ends.
+
+        With `special` they include those that the tokenizer adds to a text, and its end.
+        """
         given = {"add_special_tokens": special, "return_offsets_mapping": True, "verbose": False}
         found = self.tokenizer(text, **given)
-        places = np.array(found["offset_mapping"], np.int64).reshape(-1, 2)
-        return self._known(found["input_ids"]), places
-
-    def _known(self, ids: Sequence[int]) -> np.ndarray:
-        """Return tokens in an array, if the embedding has rows for them."""
+        ids, places = found["input_ids"], found["offset_mapping"]
+        if special and self.end is not None:
+            ids.append(ids.pop() if ids and ids[-1] in self.ends else self.end)
+            places = [*places[: len(ids) - 1], (len(text), len(text) + 1)]
         if (highest := max(ids, default=0)) >= self.vocab_size:
-            token = self.tokenizer.convert_ids_to_tokens(int(highest))
+            token = self.tokenizer.convert_ids_to_tokens(highest)
             raise ValueError(
                 f"token {token!r} has id {highest}, but the model's embedding has "
                 f"{self.vocab_size} rows: use the model's tokenizer, or resize the embedding "
                 "(resize_token_embeddings of transformers)"
             )
-        return np.array(ids, np.int32)
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{error}; {FORMS}") from None
+        return np.array(ids, np.int32), np.array(places, np.int64).reshape(-1, 2)
 
 
 def _message(given: Any) -> dict[str, Any]:
@@ -351,10 +332,6 @@ def _message(given: Any) -> dict[str, Any]:
     raise ValueError(FORMS)
 
 
-def _is_answer(message: dict[str, Any]) -> bool:
-    return message["role"] == "assistant" and bool(message.get("weight", 1))
-
-
 def _turns(chat: Chat) -> list[Chat]:
     """Return the parts of a chat, which begin where a user speaks after an answer."""
     roles = [message["role"] for message in chat]
@@ -370,7 +347,7 @@ def _inside(places: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(f"{error or type(error).__name__}".split())
+    return " ".join((str(error) if isinstance(error, ValueError) else repr(error)).split())
 
 
 def packed(pieces: Iterable[Piece], length: int) -> Rows:

@@ -102,11 +102,13 @@ def bytewise():
 def make(texts, tmp_path):
     """Writes the folder of a tokenizer and a template, and returns its Texts."""
 
-    def folder(template=PLAIN, tokenizer=None, size=48, end=1, **config):
+    def folder(template=PLAIN, tokenizer=None, size=48, stops=None, **config):
+        if stops is None and "eos_token" not in config:
+            stops = CHARACTERS.index("$")
         tokenizer = tokenizer or characters()
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
         if template is not None:
             config["chat_template"] = template
@@ -262,7 +264,7 @@ TEMPLATES = {
 def test_templates(make, read, name):
     """Each text is as transformers renders it, and the answers are what would be generated."""
     template, end, row, wanted = TEMPLATES[name]
-    of = make(template, bytewise(), SIZE, bos_token="<s>", eos_token=end, end=None)
+    of = make(template, bytewise(), SIZE, bos_token="<s>", eos_token=end)
     data = read(of, [row])
     assert of_lines(of, data) == [wanted]
     tools = row.get("tools")
@@ -361,6 +363,7 @@ ACCEPTED = {
     "roles in conversations": ({"conversations": chat("a", "b")}, "^ua$^a«b$»"),
     "text": ({"text": "ab"}, "«ab$»"),
     "an ended text": ({"text": "ab$"}, "«ab$»"),
+    "an ended completion": ({"prompt": "ab", "completion": "c$"}, "ab«c$»"),
     "prompt and completion": ({"prompt": "ab", "completion": "cd"}, "ab«cd$»"),
     "chats of prompt and completion": (
         {"prompt": chat("a", "b", "c"), "completion": chat("", "d")[1:]}, "^ua$^ab$^uc$^a«d$»",
@@ -434,13 +437,15 @@ def test_refused_files(make, read):
         read(of, b'[{"text": "a"},\n{"txt": "b"}]')
     with pytest.raises(ValueError, match="data.jsonl has no token to learn"):
         read(of, b"\n")
-    with pytest.raises(ValueError, match="has no token to learn; dropped: empty texts: 1"):
+    with pytest.raises(ValueError, match="has no token to learn; dropped: empty texts"):
         read(of, ['{"text": ""}'])
 
 
 def test_a_set_without_answers_within_a_row_is_refused(make, read):
     """Such as a validation set of long questions, whose loss would be 0."""
-    with pytest.raises(ValueError, match="dropped: no token to learn within a row: 2"):
+    with pytest.raises(
+        ValueError, match="has no token to learn; dropped: no token to learn within a row"
+    ):
         read(make(), [{"messages": chat("a" * 30, "b")}] * 2, 20)
 
 
@@ -470,9 +475,12 @@ def test_a_summary_counts_what_is_cut_and_dropped(chatml, read):
         {"text": ""},
     ]
     data = read(chatml, rows, 60)
-    assert +data.cut == {"answers longer than a row, at the end": 1,
-                         "texts longer than a row, into several": 1}  # fmt: skip
-    assert +data.dropped == {"no token to learn within a row": 1, "empty texts": 1}
+    assert +data.counts == {
+        "cut: answers longer than a row, at the end": 1,
+        "dropped: no token to learn within a row": 1,
+        "cut: texts longer than a row, into several": 1,
+        "dropped: empty texts": 1,
+    }
     ((ids, answers),) = data.texts[0]
     assert len(ids) == 61 and not answers[0] and answers[-1]
     tokens = sum(len(ids) for ids, _ in itertools.chain(*data.texts))
@@ -481,10 +489,7 @@ def test_a_summary_counts_what_is_cut_and_dropped(chatml, read):
     assert str(data).splitlines() == [
         f"data.jsonl: 4 rows of 60 tokens; {tokens} tokens without padding, "
         f"{data.share:.1%} of them answers",
-        "  cut: answers longer than a row, at the end: 1",
-        "  cut: texts longer than a row, into several: 1",
-        "  dropped: no token to learn within a row: 1",
-        "  dropped: empty texts: 1",
+        *(f"  {why}: 1" for why in +data.counts),
     ]
 
 
@@ -492,8 +497,20 @@ def test_answers_that_would_not_stop_are_noted(make, read):
     """As of a base model, whose eos_token is not that of its template."""
     row = {"messages": chat("a", "b")}
     for end, noted in (("</s>", True), ("<|im_end|>", False)):
-        of = make(CHATML, bytewise(), SIZE, eos_token=end, end=None)
-        assert ("does not end generation" in str(read(of, [row]))) == noted
+        of = make(CHATML, bytewise(), SIZE, eos_token=end)
+        assert ("does not stop generation" in str(read(of, [row]))) == noted
+
+
+@pytest.mark.parametrize("stops", [[256, 259], [260, 256], 256, None])
+def test_a_text_ends_where_generation_stops(make, read, stops):
+    """As of Llama 3, which has several such tokens: with the tokenizer's, if it is one of them."""
+    of = make(None, bytewise(), SIZE, stops=stops, eos_token="<|im_end|>")
+    ends = np.atleast_1d(259 if stops is None else stops).tolist()
+    ((ids, _),) = read(of, [{"text": "ab"}]).texts[0]
+    assert ids[-1] == (259 if 259 in ends else min(ends))
+    (begin, _) = of.encode("ab")
+    for end in ends:
+        assert of.decode([begin, end, begin]) == "a"
 
 
 def test_held_out_texts(make, read):
