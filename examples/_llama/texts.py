@@ -1,9 +1,10 @@
-"""Texts and chats of a file as packed rows of tokens, by the tokenizer and template of a model."""
+"""Texts and chats as packed rows of tokens, by the tokenizer and the chat template of a model."""
 
 from __future__ import annotations
 
 import bisect
 import codecs
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -11,25 +12,26 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-Message = Mapping[str, Any]
+from .configuration import read_json
+
 Piece = tuple[np.ndarray, np.ndarray]  # tokens, and which of them are answers
+Chat = list[dict[str, Any]]
 
 FORMS = (
-    'a line is {"text": "..."}, {"prompt": "...", "completion": "..."}, {"messages": [{"role": '
-    '"user", "content": "..."}, {"role": "assistant", "content": "..."}]} or ShareGPT\'s '
-    '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'
+    'a line is JSON in UTF-8: {"text": "..."}, {"prompt": "...", "completion": "..."}, '
+    '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} '
+    'or {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'
 )
-SHAREGPT = {"human": "user", "gpt": "assistant"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# the tags that transformers' mask of answers needs
-_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_SHAREGPT = {"human": "user", "gpt": "assistant"}
+_TAGGED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # for transformers' mask of answers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,24 +68,21 @@ class Data:
     Attributes:
       name: of the file.
       length: predicted tokens of a row.
-      units: texts of which none continues or repeats another unit's; each has one or more pieces.
-      cut: reason -> how many texts were cut for it.
-      dropped: reason -> how many texts were left out for it.
+      texts: their pieces, of at most length + 1 tokens. Pieces of different texts do not overlap.
+      counts: "cut: ...", "dropped: ..." or "note: ..." -> number of texts.
     """
 
     name: str
     length: int
-    units: Sequence[Sequence[Piece]]
-    cut: Mapping[str, int]
-    dropped: Mapping[str, int]
+    texts: list[list[Piece]] = dataclasses.field(default_factory=list)
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @functools.cached_property
     def rows(self) -> Rows:
-        return packed(itertools.chain.from_iterable(self.units), self.length)
+        return packed(itertools.chain(*self.texts), self.length)
 
     @property
     def tokens(self) -> int:
-        """The tokens of all rows, without padding."""
         return int((self.rows.segments > 0).sum())
 
     @property
@@ -91,25 +90,30 @@ class Data:
         """The part of the tokens that the loss is taken on."""
         return float(self.rows.weights.sum()) / self.tokens
 
+    def add(self, *pieces: Piece) -> None:
+        """Add the pieces of a text, without what is beyond the end of a row."""
+        end = self.length + 1
+        kept = [(ids, answers) for ids, answers in pieces if answers[1:end].any()]
+        cut = sum(answers[end:].any() for _, answers in kept)
+        self.counts["cut: answers longer than a row, at the end"] += cut
+        self.counts["dropped: no token to learn within a row"] += len(pieces) - len(kept)
+        if kept:
+            self.texts.append([(ids[:end], answers[:end]) for ids, answers in kept])
+
     def split(self, share: float, seed: int) -> tuple[Data, Data]:
-        """Return the data without a random part of its units, and that part."""
-        number = max(1, round(share * len(self.units)))
-        if number >= len(self.units):
+        """Return the data without a random part of the texts, and that part."""
+        number = max(1, round(share * len(self.texts)))
+        if number >= len(self.texts):
             raise ValueError(f"{self.name} has too few texts to hold some out: pass --validation")
-        order = np.random.default_rng(seed).permutation(len(self.units))
-        held_out, rest = ([self.units[i] for i in o] for o in (order[:number], order[number:]))
-        return dataclasses.replace(self, units=rest), Data(
-            f"{self.name}, held out", self.length, held_out, {}, {}
-        )
+        order = np.random.default_rng(seed).permutation(len(self.texts))
+        held_out, rest = ([self.texts[i] for i in o] for o in (order[:number], order[number:]))
+        name = f"{self.name}, held out"
+        return dataclasses.replace(self, texts=rest), Data(name, self.length, held_out)
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.name}: {len(self.rows):,} rows of {self.length:,} tokens; {self.tokens:,} "
-            f"tokens, {self.share:.1%} of them answers"
-        ]
-        for name in ("cut", "dropped"):
-            lines += [f"  {name}: {why}: {n:,}" for why, n in getattr(self, name).items()]
-        return "\n".join(lines)
+        shown = f"{self.name}: {len(self.rows):,} rows of {self.length:,} tokens; {self.tokens:,} "
+        shown += f"tokens without padding, {self.share:.1%} of them answers"
+        return shown + "".join(f"\n  {why}: {n:,}" for why, n in (+self.counts).items())
 
 
 class Texts:
@@ -120,318 +124,260 @@ class Texts:
       vocab_size: rows of its embedding; tokens beyond are refused.
 
     Raises:
-      ValueError: where a file of the tokenizer cannot be read.
+      ValueError: if transformers cannot load the tokenizer.
     """
 
     def __init__(self, folder: Path, vocab_size: int):
         self.vocab_size = vocab_size
-        if not (folder / "tokenizer.json").exists():
-            raise ValueError(f"{folder} has no tokenizer.json")
-        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            _check_object(folder / name)
+        local = {"local_files_only": True, "trust_remote_code": False}
+        kind = GenerationConfig if (folder / "generation_config.json").exists() else AutoConfig
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # transformers and tokenizers raise many kinds
-            told = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(f"transformers cannot load the tokenizer of {folder}: {told}") from None
-        if not self.tokenizer.is_fast:
-            raise ValueError(f"the tokenizer of {folder} does not say where tokens begin")
-        generation = folder / "generation_config.json"
-        kind = GenerationConfig if generation.exists() else AutoConfig
-        given = kind.from_pretrained(folder, local_files_only=True).eos_token_id
-        stops = given if isinstance(given, list) else [given]
-        self.end = self.tokenizer.eos_token_id
-        self.ends = {*stops, self.end} - {None}
-        if self.end is None and self.ends:
-            self.end = min(self.ends)
-
-    # ---- prompts and generated tokens ------------------------------------------------------------
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+            self.tokenizer("a", return_offsets_mapping=True)  # not every tokenizer has them
+            stops = kind.from_pretrained(folder, **local).eos_token_id
+        except Exception as error:  # of many kinds; tokenizers raises Exception itself
+            for file in sorted(folder.glob("*.json")):
+                read_json(file)  # raises with the name of a file that is no JSON
+            told = f"{folder}: transformers cannot load the tokenizer"
+            raise ValueError(f"{told}: {_line(error)}") from None
+        eos = self.tokenizer.eos_token_id
+        self.ends = {*np.atleast_1d(eos if stops is None else stops).tolist()} - {None}
+        self.end = eos if eos in self.ends else min(self.ends, default=None)
 
     def encode(self, prompt: str) -> list[int]:
         """Return the tokens of a question to a chat model, or of the beginning of a text."""
         if self.tokenizer.chat_template:
-            question = [{"role": "user", "content": prompt}]
-            return self._tokens(self._rendered(question, prompt=True))[0].tolist()
+            chat = [{"role": "user", "content": prompt}]
+            return self._tokens(self._rendered(chat, add_generation_prompt=True))[0].tolist()
         ids = self._tokens(prompt, special=True)[0].tolist()
-        while ids and ids[-1] == self.end:  # of tokenizers with add_eos_token
-            ids.pop()
+        ids = ids if self.end is None else ids[:-1]
         if not ids:
-            raise ValueError("the prompt has no token")
+            raise ValueError("the prompt has no tokens")
         return ids
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of generated tokens up to the end of the answer."""
-        new = itertools.takewhile(lambda token: token not in self.ends, tokens)
-        return self.tokenizer.decode(list(new), skip_special_tokens=True)
-
-    # ---- files -----------------------------------------------------------------------------------
+        answer = itertools.takewhile(lambda token: token not in self.ends, tokens)
+        return self.tokenizer.decode(list(answer), skip_special_tokens=True)
 
     def read(self, file: Path, length: int) -> Data:
-        """Return the texts of a file in pieces of at most `length` + 1 tokens.
+        """Return the texts of a file, JSON lines or a JSON array, for rows of `length` tokens.
 
         Raises:
-          ValueError: that names the line that is in none of the accepted forms.
+          ValueError: that names the line, and the accepted forms if it has none of them.
         """
-        found = Data(file.name, length, [], Counter(), Counter())
-        for where, line in _lines(file):
+        data, content = Data(file.name, length), file.read_bytes().removeprefix(codecs.BOM_UTF8)
+        unit, rows = "line", content.split(b"\n")
+        with contextlib.suppress(ValueError):
+            if isinstance(whole := json.loads(content), list):
+                unit, rows = "row", whole
+        for number, row in enumerate(rows, 1):
             try:
-                self._add(found, json.loads(line) if isinstance(line, bytes) else line)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where} is not UTF-8 ({error}): convert the file") from None
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where} is not JSON ({error}); {FORMS}") from None
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
-        if not found.units:
-            why = "; ".join(f"{why}: {n}" for why, n in found.dropped.items())
-            raise ValueError(f"{file} has nothing to learn from ({why or 'no lines'})")
-        return found
+                if unit == "row" or row.strip():
+                    self._add(data, row if unit == "row" else json.loads(row))
+            except Exception as error:  # whatever the tokenizer or the template raises
+                told = f"{file}, {unit} {number}: {_line(error)}"
+                unreadable = isinstance(error, json.JSONDecodeError | UnicodeError)
+                raise ValueError(f"{told}; {FORMS}" if unreadable else told) from None
+        if not data.texts:
+            raise ValueError("; ".join([f"{file} has no token to learn", *+data.counts]))
+        return data
 
     def _add(self, data: Data, row: Any) -> None:
-        """Add the pieces of a row."""
-        json.dumps(row, ensure_ascii=False).encode()  # raises where a character is half a pair
-        chat = _chat(row)
-        if chat is None:
-            self._add_text(data, row)
-            return
+        json.dumps(row, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+        match row:
+            case {"messages": [_, *_] as chat} | {"conversations": [_, *_] as chat}:
+                self._add_chat(data, chat, row)
+            case {"prompt": [_, *_] as prompt, "completion": [_, *_] as chat}:
+                unanswered = [{**_message(message), "weight": 0} for message in prompt]
+                self._add_chat(data, unanswered + chat, row)
+            case {"text": ""} | {"prompt": str(), "completion": ""}:
+                data.counts["dropped: empty texts"] += 1
+            case {"text": str(text)}:
+                ids, _ = self._tokens(text, special=True)
+                # the last token of a piece is the first of the next: each is predicted once
+                pieces = range(0, max(len(ids) - 1, 1), data.length)
+                data.counts["cut: texts longer than a row, into several"] += len(pieces) > 1
+                for at in pieces:
+                    part = ids[at : at + data.length + 1]
+                    data.add((part, np.ones(len(part), bool)))
+            case {"prompt": str(prompt), "completion": str(text)}:
+                ids, places = self._tokens(prompt + text, special=True)
+                data.add((ids, _inside(places, [(len(prompt), len(prompt + text) + 1)])))
+            case _:
+                raise ValueError(FORMS)
+
+    def _add_chat(self, data: Data, chat: Chat, row: dict[str, Any]) -> None:
         if not self.tokenizer.chat_template:
             raise ValueError("the model has no chat template: train on lines with 'text'")
+        chat = [_message(message) for message in chat]
+        if isinstance(row.get("system"), str) and chat[0]["role"] != "system":
+            chat.insert(0, {"role": "system", "content": row["system"]})
+        while chat and (chat[-1]["role"] != "assistant" or not chat[-1].get("weight", 1)):
+            chat.pop()
+        if len(chat) < 2:
+            raise ValueError("the chat has no answer of the assistant")
         given = {name: row[name] for name in ("tools", "documents") if row.get(name)}
         given = {k: json.loads(v) if isinstance(v, str) else v for k, v in given.items()}
         given |= row.get("chat_template_kwargs") or {}
-        head = list(itertools.takewhile(lambda m: m["role"] in ROLES[:2], chat))
-        windows = self._windows(head, _turns(chat[len(head) :]), data.length + 1, given)
-        data.cut["chats longer than a row, between turns"] += len(windows) > 1
-        for window in windows:
-            pieces = self._pieces(window, given)
-            data.cut["chats in a row for each answer, since the template changes earlier turns"] += (
-                len(pieces) > 1
-            )
-            self._keep(data, pieces)
+        head = list(itertools.takewhile(lambda message: message["role"] in ROLES[:2], chat))
+        turns = _turns(chat[len(head) :])
+        parts = list(self._parts(head, turns, data.length + 1, given))
+        data.counts["cut: chats longer than a row, between turns"] += len(parts) > 1
+        why = "cut: chats whose earlier turns the template changes, into a text for each answer"
+        data.counts[why] += any(len(pieces) > 1 for pieces in parts)
+        ends = [int(ids[answers][-1]) for ids, answers in itertools.chain(*parts) if answers.any()]
+        why = "note: chats whose answers end in a token that does not stop generation"
+        data.counts[why] += not self.ends.issuperset(ends)
+        for pieces in parts:
+            data.add(*pieces)
 
-    def _add_text(self, data: Data, row: Any) -> None:
-        if "text" in row:
-            prompt, text = "", row["text"]
-        else:
-            prompt, text = row["prompt"], row["prompt"] + row["completion"]
-        if len(text) == len(prompt):
-            data.dropped["empty texts"] += 1
-            return
-        ids, answers = self._tokens(text, [(len(prompt), len(text))], special=True)
-        if self.end is not None and (not len(ids) or ids[-1] not in self.ends):
-            ids, answers = np.append(ids, self.end), np.append(answers, True)
-        answers[-1] = True
-        if prompt:
-            self._keep(data, [(ids, answers)])
-            return
-        # the last token of a piece is the first of the next, so that each is predicted once
-        starts = range(0, max(len(ids) - 1, 1), data.length)
-        data.cut["texts longer than a row, into several"] += len(starts) > 1
-        for at in starts:
-            part = slice(at, at + data.length + 1)
-            self._keep(data, [(ids[part], np.ones_like(answers[part]))])
+    def _parts(
+        self, head: Chat, turns: list[Chat], size: int, given: dict[str, Any]
+    ) -> Iterator[list[Piece]]:
+        """Yield the pieces of a chat, halved until each part fits a row or is a single turn.
 
-    def _keep(self, data: Data, pieces: Iterable[Piece]) -> None:
-        """Add pieces, without what is beyond a row."""
-        size, kept = data.length + 1, []
-        for ids, answers in pieces:
-            if answers[1:size].any():
-                data.cut["answers longer than a row, at the end"] += bool(answers[size:].any())
-                kept.append((ids[:size], answers[:size]))
-            else:
-                data.dropped["answers of which no token is within a row"] += 1
-        if kept:
-            data.units.append(kept)
-
-    # ---- chats -----------------------------------------------------------------------------------
-
-    def _rendered(self, messages: Sequence[Message], prompt: bool = False, **given: Any) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=prompt, **given
-            )
-        except Exception as error:  # whatever a template raises
-            told = " ".join(str(error).split())
-            raise ValueError(f"the model's chat template refuses the chat: {told}") from None
-
-    def _tokens(
-        self, text: str, spans: Sequence[tuple[int, int]] = (), special: bool = False
-    ) -> Piece:
-        """Return the tokens of a text, and which of them overlap spans, which are in order."""
-        found = self.tokenizer(
-            text, add_special_tokens=special, return_offsets_mapping=True, verbose=False
-        )
-        ids = self._checked(found["input_ids"])
-        begin, end = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
-        borders = np.array(spans, np.int64).ravel()
-        first, last = (
-            np.searchsorted(borders, at, "right") % 2 for at in (begin, np.maximum(end - 1, begin))
-        )
-        return ids, (first | last).astype(bool)
-
-    def _checked(self, tokens: Sequence[int]) -> np.ndarray:
-        ids = np.array(tokens, np.int32)
-        if len(ids) and ids.max() >= self.vocab_size:
-            token = self.tokenizer.convert_ids_to_tokens(int(ids.max()))
-            raise ValueError(
-                f"token {token!r} has id {ids.max()}, and the model's embedding {self.vocab_size} "
-                "rows: resize it (resize_token_embeddings), or use the tokenizer of the model"
-            )
-        return ids
-
-    def _windows(
-        self, head: list[Message], turns: list[list[Message]], size: int, given: Mapping[str, Any]
-    ) -> list[list[Message]]:
-        """Part a chat into halves until each is a turn or fits a row, each with the head."""
-        chat = [*head, *itertools.chain(*turns)]
-        if len(turns) == 1 or len(self._tokens(self._rendered(chat, **given))[0]) <= size:
-            return [chat]
-        half = len(turns) // 2
-        return [
-            *self._windows(head, turns[:half], size, given),
-            *self._windows(head, turns[half:], size, given),
-        ]
-
-    def _pieces(self, chat: list[Message], given: Mapping[str, Any]) -> list[Piece]:
-        """Return the tokens of a chat, once if the template leaves earlier turns as they are.
-
-        Otherwise each answer has a piece, as when it is generated.
+        A part is one piece, or one of each answer if the template changes earlier turns.
         """
+        first = [*head, *turns[0]]
+        chat = [*first, *itertools.chain(*turns[1:])]
+        whole = self._rendered(chat, **given)
+        ids, places = self._tokens(whole)
+        if len(turns) > 1 and len(ids) > size:
+            for part in (turns[: len(turns) // 2], turns[len(turns) // 2 :]):
+                yield from self._parts(head, part, size, given)
+            return
         template = self.tokenizer.get_chat_template(tools=given.get("tools"))
-        if _MARKED.search(template):
-            found = self.tokenizer.apply_chat_template(
-                chat, return_dict=True, return_assistant_tokens_mask=True, **given
-            )
-            return [(self._checked(found["input_ids"]), np.array(found["assistant_masks"], bool))]
-        return [self._tokens(text, spans) for text, spans in self._answered(chat, given)]
+        if _TAGGED.search(template) and all(message.get("weight", 1) for message in chat):
+            given = given | {"return_assistant_tokens_mask": True, "return_dict": True}
+            mask = self.tokenizer.apply_chat_template(chat, **given)["assistant_masks"]
+            yield [(ids, np.array(mask, bool))]
+            return
+        # rendered after the first turn only, so that the time is linear in the number of turns
+        at, skip, spans = 0, 0, []
+        for before, turn in [([], first), *((first, turn) for turn in turns[1:])]:
+            for text, (a, b) in self._answers(before, turn, given):
+                if not whole.startswith(text[skip:], at):
+                    yield [piece for piece in self._apart(chat, given) if piece[1].any()]
+                    return
+                spans.append((at + a - skip, at + b - skip))
+            at += len(text) - skip
+            skip = skip or at
+        yield [(ids, _inside(places, spans))]
 
-    def _answered(self, chat: list[Message], given: Mapping[str, Any]) -> Any:
-        """Return texts, with the spans of their answers."""
-        # A turn is rendered after the first one alone, which is linear in the number of turns.
-        whole, at, spans = self._rendered(chat, **given), 0, []
-        first, *later = _turns(chat)
-        start = 0
-        for turn in (first, *later):
-            parts = list(self._answers(first if turn is not first else [], turn, given))
-            if not all(whole.startswith(text[start:], at) for text, _ in parts):
-                break
-            spans += [(a + at - start, b + at - start) for _, (a, b) in parts]
-            at += len(parts[-1][0]) - start if parts else 0
-            start = start or at
-        else:
-            return [(whole, spans)]
-        groups: list[tuple[str, list[tuple[int, int]]]] = []
+    def _apart(self, chat: Chat, given: dict[str, Any]) -> Iterator[Piece]:
+        """Yield a piece for each answer of a chat, in the context in which it is generated."""
         for text, span in self._answers([], chat, given):
-            before = groups.pop()[1] if groups and text.startswith(groups[-1][0]) else []
-            groups.append((text, [*before, span]))
-        return groups
+            ids, places = self._tokens(text)
+            yield ids, _inside(places, [span])
 
     def _answers(
-        self, before: list[Message], turn: list[Message], given: Mapping[str, Any]
+        self, before: Chat, turn: Chat, given: dict[str, Any]
     ) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Yield the text of a chat through each answer, and where the answer is."""
+        """Yield the text of a chat through each answer of its last turn, and the answer's place."""
         for i, message in enumerate(turn):
             context = [*before, *turn[:i]]
             if message["role"] == "assistant" and context:
-                prompt = self._rendered(context, prompt=True, **given)
                 text = self._rendered([*context, message], **given)
+                prompt = self._rendered(context, add_generation_prompt=True, **given)
                 start = len(prompt)
-                if not text.startswith(prompt):  # "<think>" may be in the prompt alone
-                    start = len(os.path.commonprefix([prompt, text]))
-                yield text, (start, len(text.rstrip()))
+                if not text.startswith(prompt):  # such as one that ends in "<think>"
+                    start = len(os.path.commonprefix([text, prompt]))
+                    if start < len(self._rendered(context, **given)):
+                        raise ValueError(
+                            "the model's chat template writes what is before an answer otherwise "
+                            "than before generation: write system messages into the user's"
+                        )
+                yield text, (start, len(text.rstrip()) if message.get("weight", 1) else start)
 
-
-def _check_object(file: Path) -> None:
-    """Raise where a file exists that is no JSON object."""
-    if file.exists():
-        start = file.read_bytes()
+    def _rendered(self, chat: Chat, **given: Any) -> str:
         try:
-            json.loads(start).keys()
-        except (ValueError, AttributeError):
+            return self.tokenizer.apply_chat_template(chat, tokenize=False, **given)
+        except Exception as error:  # whatever a template raises
+            raise ValueError(f"the model's chat template refuses it: {error}") from None
+
+    def _tokens(self, text: str, special: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a text, and [tokens, 2], where each begins and ends.
+
+        With `special` they include those that the tokenizer adds to a text, and its end.
+        """
+        given = {"add_special_tokens": special, "return_offsets_mapping": True, "verbose": False}
+        found = self.tokenizer(text, **given)
+        ids, places = found["input_ids"], found["offset_mapping"]
+        if special and self.end is not None:
+            ids.append(ids.pop() if ids and ids[-1] in self.ends else self.end)
+            places = [*places[: len(ids) - 1], (len(text), len(text) + 1)]
+        if (highest := max(ids, default=0)) >= self.vocab_size:
+            token = self.tokenizer.convert_ids_to_tokens(highest)
             raise ValueError(
-                f"{file} is not a JSON object; it begins with {start[:40]!r}: download it again"
-            ) from None
+                f"token {token!r} has id {highest}, but the model's embedding has "
+                f"{self.vocab_size} rows: use the model's tokenizer, or resize the embedding "
+                "(resize_token_embeddings of transformers)"
+            )
+        return np.array(ids, np.int32), np.array(places, np.int64).reshape(-1, 2)
 
 
-def _lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the content of each row of JSON lines or of a JSON array."""
-    content = file.read_bytes().removeprefix(codecs.BOM_UTF8)
-    if content.lstrip().startswith(b"["):
-        yield from ((f"{file}, row {n}", row) for n, row in enumerate(json.loads(content), 1))
-        return
-    for number, line in enumerate(content.split(b"\n"), 1):
-        if line.strip():
-            yield f"{file}, line {number}", line
+def _message(given: Any) -> dict[str, Any]:
+    """Return a message in OpenAI's form."""
+    match given:
+        case {"from": role, "value": content, **rest}:
+            given = {"role": _SHAREGPT.get(role, role), "content": content, **rest}
+    match given:
+        case {"role": role} if role not in ROLES:
+            raise ValueError(f"the role {role!r} is none of {', '.join(ROLES)}; {FORMS}")
+        case {"role": _, "content": str()} | {"role": "assistant", "tool_calls": [_, *_]}:
+            return given
+        case {"role": role}:
+            raise ValueError(f"a message of the {role} has no text; {FORMS}")
+    raise ValueError(FORMS)
 
 
-def _chat(row: Any) -> list[Message] | None:
-    """Return the messages of a row, or None if it is a text."""
-    if not isinstance(row, dict):
-        raise ValueError(FORMS)
-    chat = row.get("messages") or row.get("conversations")
-    if chat is None and isinstance(row.get("prompt"), list):
-        chat = [*row["prompt"], *row["completion"]]
-    if chat is None:
-        names = ("text",) if "text" in row else ("prompt", "completion")
-        if not all(isinstance(row.get(name), str) for name in names):
-            raise ValueError(FORMS)
-        return None
-    return [_message(message) for message in chat]
-
-
-def _message(message: Any) -> Message:
-    if "from" in message:
-        message = {"role": SHAREGPT.get(message["from"], message["from"]), "content": message["value"]}
-    return message
-
-
-def _turns(chat: Sequence[Message]) -> list[list[Message]]:
-    """Part a chat where a user speaks after an answer."""
+def _turns(chat: Chat) -> list[Chat]:
+    """Return the parts of a chat, which begin where a user speaks after an answer."""
     roles = [message["role"] for message in chat]
     cuts = [i for i in range(2, len(chat)) if roles[i - 1 : i + 1] == ["assistant", "user"]]
-    return [list(chat[a:b]) for a, b in itertools.pairwise([0, *cuts, len(chat)])]
+    return [chat[a:b] for a, b in itertools.pairwise([0, *cuts, len(chat)])]
+
+
+def _inside(places: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return which tokens overlap one of some spans, which are in order."""
+    starts, ends = np.array([span for span in spans if span[0] < span[1]]).reshape(-1, 2).T
+    begins = np.searchsorted(starts, places[:, 1], "left")
+    return np.searchsorted(ends, places[:, 0], "right") < begins
+
+
+def _line(error: Exception) -> str:
+    return " ".join((str(error) if isinstance(error, ValueError) else repr(error)).split())
 
 
 def packed(pieces: Iterable[Piece], length: int) -> Rows:
     """Pack pieces into rows of `length` + 1 tokens: the longest first, each where it fits best."""
-    size = length + 1
-    rows: list[list[Piece]] = []
-    room: list[tuple[int, int]] = []  # what is left of each row, in order
-    for piece in sorted(pieces, key=lambda piece: -len(piece[0])):
-        at = bisect.bisect_left(room, (len(piece[0]), 0))
+    size, number = length + 1, 0
+    room: list[tuple[int, int, int]] = []  # of each row: what is left, its number, its pieces
+    placed = []
+    for ids, answers in sorted(pieces, key=lambda piece: -len(piece[0])):
+        at = bisect.bisect_left(room, (len(ids), 0, 0))
         if at == len(room):
-            room.append((size, len(rows)))
-            rows.append([])
-        left, row = room.pop(at)
-        rows[row].append(piece)
-        bisect.insort(room, (left - len(piece[0]), row))
-    found = Rows(*(np.zeros((len(rows), size), kind) for kind in (np.int32, np.int32, bool)))
-    for n, row in enumerate(rows):
-        at = 0
-        for number, (ids, answers) in enumerate(row, 1):
-            part = slice(at, at := at + len(ids))
-            found.tokens[n, part], found.answers[n, part] = ids, answers
-            found.segments[n, part] = number
-    return found
+            room.append((size, number, 0))
+            number += 1
+        left, row, before = room.pop(at)
+        placed.append(((row, slice(size - left, size - left + len(ids))), ids, before + 1, answers))
+        bisect.insort(room, (left - len(ids), row, before + 1))
+    rows = Rows(*(np.zeros((number, size), kind) for kind in (np.int32, np.int32, bool)))
+    for part, ids, segment, answers in placed:
+        rows.tokens[part], rows.segments[part], rows.answers[part] = ids, segment, answers
+    return rows
 
 
 def batch_rows(rows: Rows, batch: int, seed: int, step: int, total: int | None = None) -> Rows:
-    """Return the rows of a step: each epoch has every row once, in an order of its own.
+    """Return the rows of a step; each epoch takes every row once, in a new order.
 
-    Args:
-      rows: to choose from.
-      batch: rows of a step.
-      seed: of the orders.
-      step: number of the step.
-      total: rows that the run takes; a last batch with fewer is filled with padding.
+    With `total`, the rows of the whole run, the last batch is filled with rows without weight.
     """
     at, number = np.arange(step * batch, (step + 1) * batch), len(rows)
-    orders = {
-        int(e): np.random.default_rng((seed, int(e))).permutation(number) for e in at // number
-    }
-    some = rows[np.array([orders[int(i // number)][i % number] for i in at])]
+    first, last = at[[0, -1]] // number
+    orders = [np.random.default_rng((seed, e)).permutation(number) for e in range(first, last + 1)]
+    some = rows[np.concatenate(orders)[at - first * number]]
     if total is not None:
         some.segments[at >= total] = 0
     return some

@@ -59,6 +59,8 @@ SUITES = [
           "switchback"),
     Smoke("adam_mini", "--preset smoke --steps 10", ("adam_mini", "q_adam_mini"), "q_adam_mini"),
     Smoke("pairs", "--preset smoke-gpt2 --folder kept", ("adamw", "flash_adamw"), ""),
+    Smoke("pairs", "--preset smoke-gpt --folder kept",
+          ("adamw", "stable_adamw", "adam_mini", "q_adam_mini"), ""),
 ]  # fmt: skip
 
 
