@@ -17,7 +17,6 @@ from __future__ import annotations
 try:
     import argparse
     import dataclasses
-    import logging
     import math
     import os
     import signal
@@ -26,6 +25,8 @@ try:
     from collections.abc import Callable
     from functools import cached_property, partial
     from typing import Any
+
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
 
     import jax
     import jax.numpy as jnp
@@ -229,15 +230,8 @@ class Run:
         folder, tx = self.args.out / output.CHECKPOINTS, self.setup.tx
         if checkpoint.latest_step(folder) == self.step:
             return
-        logging.disable(logging.ERROR)  # a full disk is logged by each of Orbax's threads
-        try:
+        with output.one_error(f"the checkpoint of step {self.step} was not saved in {folder}"):
             checkpoint.save(folder, tx, self.trained, self.state, self.step, keep=2)
-        except (OSError, ValueError) as error:
-            why = str(error).partition(" [")[0].rpartition('": ')[2]
-            told = f"the checkpoint of step {self.step} was not saved in {folder}: {why}"
-            raise OSError(told) from None
-        finally:
-            logging.disable(logging.NOTSET)
 
     def batch(self) -> Packed:
         """Return the rows of the next step; the loss of a micro-batch is its share of the mean."""
@@ -353,7 +347,7 @@ def prepare(args: argparse.Namespace) -> Run:
     report = lowmem.memory.report(setup.tx, trained)
     say(
         f"{args.model.name}: {report.parameters / 1e6:,.1f}M trained parameters, {args.optimizer}, "
-        f"{setup.settings.steps} steps of {args.batch} rows in {micro_batches} micro-batches"
+        f"{setup.settings.steps} steps of {args.batch} rows, {args.batch // micro_batches} at once"
     )
     skipped = output.cut_log(args.out, first) if first else 0
     return Run(

@@ -441,3 +441,8 @@ PLANNED = 0.05
 # Loss of a convnet after three steps in f32 beside that of the same seed alone, where sums of up to
 # 576 terms may be in another order: 3 * sqrt(576) * 2^-24 = 4e-6. (Measured: equal.)
 SEEDS_TOGETHER = 1e-5
+
+# -- micro-batches in f32 (test_finetune.py) -------------------------------------------------------
+# Norm of the gradient of 4 rows of 95 tokens at once, over that of one row after another: sums of
+# 380 terms in another order, through ten products: 10 * sqrt(380) * 2^-24 = 1.2e-5.
+F32_SUM_ORDER = 2e-5

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import math
 import shutil
+import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +103,21 @@ def cut_log(out: Path, step: int) -> int:
     rows = [row for row in read_log(out, step) if row["step"] < step or "answer" not in row]
     (out / LOG).write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return sum("skipped" in row for row in rows)
+
+
+@contextlib.contextmanager
+def one_error(what: str) -> Iterator[None]:
+    """Raise one OSError where Orbax logs that of each thread, and TensorStore of each callback."""
+    hook, sys.excepthook = sys.excepthook, lambda *error: None
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = str(error).partition(" [")[0].rpartition('": ')[2]
+        raise OSError(f"{what}: {why}") from None  # callbacks may follow
+    finally:
+        logging.disable(logging.NOTSET)
+    sys.excepthook = hook
 
 
 def draw(out: Path, optimizer: str) -> None:
