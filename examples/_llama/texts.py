@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import codecs
 import contextlib
 import dataclasses
 import functools
@@ -166,7 +165,7 @@ class Texts:
         Raises:
           ValueError: that names the line, and the accepted forms if it has none of them.
         """
-        data, content = Data(file.name, length), file.read_bytes().removeprefix(codecs.BOM_UTF8)
+        data, content = Data(file.name, length), file.read_bytes()
         unit, rows = "line", content.split(b"\n")
         with contextlib.suppress(ValueError):
             if isinstance(whole := json.loads(content), list):

@@ -1,161 +1,29 @@
 """The data of the fine-tuning example: tokenizers, chat templates, files, and packed rows."""
 
+# ruff: noqa: F401, F811 (fixtures)
+
 import itertools
 import json
 import math
-import sys
 
 import numpy as np
 import pytest
 
-from tests.repo.test_examples import example  # noqa: F401 (a fixture)
-
-CHARACTERS = "_$^abcdefghijklmnopqrstuvwxyz .?0123456789"  # `$` ends a message
-PLAIN = (
-    "{% for m in messages %}{{ '^' + m['role'][0] + m['content'] + '$' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '^a' }}{% endif %}"
+from tests.repo.chats import (
+    CHARACTERS,
+    CHATML,
+    QWEN3,
+    SIZE,
+    bytewise,
+    characters,
+    chat,
+    chatml,
+    example,
+    make,
+    of_lines,
+    read,
+    texts,
 )
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-TAGGED = (
-    "{% for m in messages %}{{ '[' + m['role'] + ']' }}{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] + '</s>' }}{% endgeneration %}{% else %}{{ m['content'] }}"
-    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
-)
-TOOLS = (
-    "{% if tools %}{{ 'tools ' + (tools | tojson) + '\n' }}{% endif %}{% for m in messages %}"
-    "{{ '[' + m['role'] + ']' }}{% if m['content'] %}{{ m['content'] }}{% endif %}"
-    "{% for call in m['tool_calls'] or [] %}{{ call | tojson }}{% endfor %}{{ '</s>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
-)
-LLAMA = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + "
-    "'<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
-    "{% endif %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
-    "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' "
-    "+ m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-MISTRAL = (  # writes a system message before the last user's, if no answer follows
-    "{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}"
-    "{{- bos_token }}{%- for m in messages if m['role'] != 'system' %}{%- if m['role'] == 'user' %}"
-    "{{- '[INST] ' + (system + '\n\n' if loop.last and system else '') + m['content'] }}"
-    "{{- '[/INST]' }}"
-    "{%- else %}{{- ' ' + m['content'] | trim + eos_token }}{%- endif %}{%- endfor %}"
-)
-QWEN3 = (  # writes thoughts after the last question alone
-    "{%- set ns = namespace(last=0) %}{%- for m in messages if m.role == 'user' %}"
-    "{%- set ns.last = loop.length %}{%- endfor %}{%- set ns.seen = 0 %}{%- for m in messages %}"
-    "{%- set ns.seen = ns.seen + (m.role == 'user') %}{{- '<|im_start|>' + m.role + '\n' }}"
-    "{%- if m.role == 'assistant' and ns.seen == ns.last %}{{- '<think>\n\n</think>\n\n' }}"
-    "{%- endif %}{{- m.content + '<|im_end|>\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
-R1 = (  # opens the thoughts in the prompt, and leaves them out of answers
-    "{% for m in messages %}{{ '[' + m.role + ']' + m.content.split('</think>')[-1] }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '[assistant]<think>\n' }}{% endif %}"
-)
-SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<x9>")
-SIZE = 256 + len(SPECIAL)
-
-
-@pytest.fixture
-def texts(example):  # noqa: F811
-    return example("_llama.texts")
-
-
-def characters(padded=False):
-    """A tokenizer with a token for each of CHARACTERS."""
-    from tokenizers import Tokenizer, decoders, models
-
-    vocab = {character: number for number, character in enumerate(CHARACTERS)}
-    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="_"))
-    tokenizer.decoder = decoders.Fuse()
-    if padded:
-        tokenizer.enable_truncation(16)
-        tokenizer.enable_padding(length=16, pad_id=0, pad_token="_")
-    return tokenizer
-
-
-def bytewise():
-    """A tokenizer with a token for each byte, and SPECIAL."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    tokenizer.add_special_tokens(list(SPECIAL))
-    return tokenizer
-
-
-@pytest.fixture
-def make(texts, tmp_path):
-    """Writes the folder of a tokenizer and a template, and returns its Texts."""
-
-    def folder(template=PLAIN, tokenizer=None, size=48, stops=None, **config):
-        if stops is None and "eos_token" not in config:
-            stops = CHARACTERS.index("$")
-        tokenizer = tokenizer or characters()
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
-        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
-        if template is not None:
-            config["chat_template"] = template
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        return texts.Texts(tmp_path, size)
-
-    return folder
-
-
-@pytest.fixture
-def chatml(make):
-    return make(CHATML, bytewise(), SIZE, eos_token="<|im_end|>")
-
-
-@pytest.fixture
-def read(tmp_path):
-    """Reads rows, lines or the bytes of a file."""
-
-    def data(texts, rows, length=1000):
-        if not isinstance(rows, bytes):
-            lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-            rows = "\n".join(lines).encode()
-        (tmp_path / "data.jsonl").write_bytes(rows)
-        return texts.read(tmp_path / "data.jsonl", length)
-
-    return data
-
-
-def chat(*contents, system=None):
-    """A chat of a user and an assistant in turn."""
-    roles = itertools.cycle(("user", "assistant"))
-    said = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
-    return [{"role": "system", "content": system}] * (system is not None) + said
-
-
-def shown(texts, pieces):
-    """The text of pieces, with « and » around what the loss is taken on."""
-    out = []
-    for ids, answers in pieces:
-        parts = itertools.groupby(zip(ids.tolist(), answers.tolist(), strict=True), lambda p: p[1])
-        words = ((on, texts.tokenizer.decode([token for token, _ in run])) for on, run in parts)
-        out.append("".join(f"«{text}»" if on else text for on, text in words))
-    return out
-
-
-def of_lines(texts, data):
-    return [shown(texts, pieces) for pieces in data.texts]
 
 
 def test_truncation_and_padding_of_a_tokenizer_are_off(make, read):
@@ -187,121 +55,6 @@ def test_tokens_beyond_the_embedding_are_refused(make, read, row):
         of.encode("<x9>")
     with pytest.raises(ValueError, match="token '<x9>' has id"):  # the end of a text
         read(make(None, bytewise(), SIZE - 1, eos_token="<x9>"), [{"text": "a"}])
-
-
-CALL = {"name": "weather", "arguments": {"town": "Zürich's <old> & new", "days": 2}}
-TEMPLATES = {
-    # the newline after <|im_end|> is no answer
-    "chatml": (
-        CHATML, "<|im_end|>", {"messages": chat("a", "b", "c", " é ", system="s")},
-        ["<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-         "«b<|im_end|>»\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n« é <|im_end|>»\n"],
-    ),
-    "llama": (
-        LLAMA, "<|eot_id|>", {"messages": chat("a", " b ", "c", "d")},
-        ["<s><|start_header_id|>user<|end_header_id|>\n\na<|eot_id|><|start_header_id|>assistant"
-         "<|end_header_id|>\n\n«b<|eot_id|>»<|start_header_id|>user<|end_header_id|>\n\nc<|eot_id|>"
-         "<|start_header_id|>assistant<|end_header_id|>\n\n«d<|eot_id|>»"],
-    ),
-    "gemma": (
-        GEMMA, "<end_of_turn>", {"messages": chat("a", "b", "c", "d")},
-        ["<s><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\n«b<end_of_turn>»\n"
-         "<start_of_turn>user\nc<end_of_turn>\n<start_of_turn>model\n«d<end_of_turn>»\n"],
-    ),
-    "mistral": (
-        MISTRAL, "</s>", {"messages": chat("a", "b", "c", "d")},
-        ["<s>[INST] a[/INST]« b</s>»[INST] c[/INST]« d</s>»"],
-    ),
-    "qwen3": (
-        QWEN3, "<|im_end|>", {"messages": chat("a", "b", "c", "d")},
-        ["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-         "«<think>\n\n</think>\n\nb<|im_end|>»\n",
-         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
-         "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
-         "«<think>\n\n</think>\n\nd<|im_end|>»\n"],
-    ),
-    "r1": (
-        R1, "</s>", {"messages": chat("a", "<think>so</think>b", "c", "d")},
-        ["[user]a[assistant]«b</s>»[user]c[assistant]«d</s>»"],
-    ),
-    "generation": (
-        TAGGED, "</s>", {"messages": chat("a", "b", "c", "d")},
-        ["[user]a\n[assistant]«b</s>»\n[user]c\n[assistant]«d</s>»\n"],
-    ),
-    "date": (
-        "{{ strftime_now('%Y')[:2] }}" + CHATML, "<|im_end|>", {"messages": chat("a", "b")},
-        ["20<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n«b<|im_end|>»\n"],
-    ),
-    "tools": (
-        TOOLS, "</s>", {"messages": chat("a", "b"), "tools": [{"name": "f", "a": "<é>"}]},
-        ['tools [{"name": "f", "a": "<é>"}]\n[user]a</s>[assistant]«b</s>»'],
-    ),
-    "tools in a string": (
-        TOOLS, "</s>", {"messages": chat("a", "b"), "tools": '[{"name": "f"}]'},
-        ['tools [{"name": "f"}]\n[user]a</s>[assistant]«b</s>»'],
-    ),
-    "calls": (
-        TOOLS, "</s>",
-        {"messages": [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]},
-                      {"role": "tool", "content": "warm"}, {"role": "assistant", "content": "b"}]},
-        [f"[user]a</s>[assistant]«{json.dumps(CALL, ensure_ascii=False)}</s>»[tool]warm</s>"
-         "[assistant]«b</s>»"],
-    ),
-    "named": (
-        [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOLS}], "</s>",
-        {"messages": chat("a", "b"), "tools": [{"name": "f"}]},
-        ['tools [{"name": "f"}]\n[user]a</s>[assistant]«b</s>»'],
-    ),
-    "arguments": (
-        "{{ mode }}" + CHATML, "<|im_end|>",
-        {"messages": chat("a", "b"), "chat_template_kwargs": {"mode": "x"}},
-        ["x<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n«b<|im_end|>»\n"],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_templates(make, read, name):
-    """Each text is as transformers renders it, and the answers are what would be generated."""
-    template, end, row, wanted = TEMPLATES[name]
-    of = make(template, bytewise(), SIZE, bos_token="<s>", eos_token=end)
-    data = read(of, [row])
-    assert of_lines(of, data) == [wanted]
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    rendered = of.tokenizer.apply_chat_template(
-        row["messages"], tools, tokenize=False, **row.get("chat_template_kwargs", {})
-    )
-    assert wanted[-1].translate({ord(c): None for c in "«»"}) == rendered
-    assert ("the template changes" in str(data)) == (name == "qwen3")
-
-
-def test_templates_that_move_the_system_message_are_refused(make, read):
-    of = make(MISTRAL, bytewise(), SIZE, bos_token="<s>", eos_token="</s>")
-    with pytest.raises(ValueError, match="line 1: .* write system messages into the user's"):
-        read(of, [{"messages": chat("a", "b", system="s")}])
-
-
-def test_what_a_template_refuses_names_the_line(make, read):
-    of = make(GEMMA, bytewise(), SIZE, bos_token="<s>", eos_token="<end_of_turn>")
-    with pytest.raises(ValueError, match="line 1: .* refuses it: Conversation roles must alter"):
-        read(of, [{"messages": chat("a", "b", system="s")}])
-    of.tokenizer.chat_template = "{% if %}"
-    with pytest.raises(ValueError, match="line 1: .* refuses it: Expected an expression"):
-        read(of, [{"messages": chat("a", "b")}])
-    with pytest.raises(ValueError, match="line 1: the model has no chat template"):
-        read(make(None), [{"messages": chat("a", "b")}])
-
-
-def test_prompts_and_generated_tokens(chatml, make):
-    asked = "<|im_start|>user\nhi é<|im_end|>\n<|im_start|>assistant\n"
-    assert chatml.tokenizer.decode(chatml.encode("hi é")) == asked
-    tokens = chatml.tokenizer("yes é<|im_end|>\n<|im_start|>user", add_special_tokens=False)
-    assert chatml.decode(tokens["input_ids"]) == "yes é"
-    plain = make(None)
-    assert plain.encode("ab$") == [3, 4] and plain.decode([3, 4, 1, 5]) == "ab"
-    with pytest.raises(ValueError, match="the prompt has no tokens"):
-        plain.encode("")
 
 
 def test_each_row_once_in_an_epoch(texts):
@@ -547,25 +300,3 @@ def test_texts_longer_than_a_row_predict_each_token_once(make, read):
     data = read(of, [{"text": text}], 16)
     predicted = [ids[1:].tolist() for ((ids, _),) in data.texts]
     assert sum(predicted, []) == [CHARACTERS.index(c) for c in text[1:] + "$"]
-
-
-def test_the_time_is_linear_in_the_number_of_turns(chatml, read):
-    """Of the calls of functions, that of generators' steps included."""
-
-    def calls(turns):
-        count = 0
-
-        def seen(*_):
-            nonlocal count
-            count += 1
-
-        row = {"messages": chat(*(f"{kind}{i}" for i in range(turns) for kind in "qa"))}
-        read(chatml, [row], 30_000)
-        sys.setprofile(seen)
-        try:
-            assert len(read(chatml, [row], 30_000).texts) == 1
-        finally:
-            sys.setprofile(None)
-        return count
-
-    assert calls(150) < 4 * calls(50)
