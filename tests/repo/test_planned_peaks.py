@@ -20,7 +20,7 @@ def test_the_compilers_plan(name):
 
 
 def test_half_of_the_cases_are_late():
-    assert 2 * sum(case.late for case in CASES.values()) == len(CASES) == 8
+    assert 2 * sum(case.late for case in CASES.values()) == len(CASES) == 10
 
 
 def test_recorded_runs_of_8b_with_the_state_in_host_memory():
