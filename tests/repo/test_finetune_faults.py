@@ -44,7 +44,7 @@ def finetune(example):  # noqa: F811
         ("--lr 0", "--lr: must be a number above 0, got '0'"),
         ("--epochs inf", "--epochs: must be a number above 0, got 'inf'"),
         ("--seed -1", "--seed: must be an integer from 0 to 2^32 - 1, got '-1'"),
-        ("--budget 8", "--budget: '8' is no size"),
+        ("--budget 8", "--budget: '8' is neither a size"),
         ("--freeze (", "--freeze: '(' is no regular expression: missing ), "),
         ("--lora q_projj", "--lora: no matrix of the layers is named 'q_projj': write q_proj"),
         ("--lora q_proj,lm_head", "--lora: no matrix of the layers is named 'lm_head'"),
