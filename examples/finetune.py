@@ -40,6 +40,7 @@ try:
         allow_pinned_memory,
         is_out_of_memory,
         out_of_memory_message,
+        progress_bar,
     )
     from _gpt.train import check_implementation
     from _llama import huggingface
@@ -49,13 +50,6 @@ try:
     from _llama.texts import Rows, Texts, batch_rows
     from _llama.train import offloaded, released
     from jax.sharding import SingleDeviceSharding
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
     import optax_lowmem as lowmem
     from optax_lowmem import checkpoint
@@ -380,14 +374,12 @@ def train(run: Run) -> None:
     """Take the steps, evaluating, saving and showing."""
     args = run.args
     last = min(args.until or run.steps, run.steps)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-               TextColumn("{task.fields[now]}"))  # fmt: skip
 
     def evaluate() -> None:
         if len(run.held_out):
             say(f"step {run.step}/{run.steps}  held-out loss {run.evaluate():.4f}")
 
-    progress = Progress(*columns, disable=not sys.stdout.isatty())
+    progress = progress_bar("steps", disable=not sys.stdout.isatty())
     with Signals() as signals, progress:
         task = progress.add_task("", total=last, completed=run.step, now="")
         if run.step == 0:

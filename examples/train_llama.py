@@ -37,7 +37,9 @@ try:
         out_of_memory_message,
         positive,
         preset_values,
+        progress_bar,
         rate_factors,
+        records_of_examples,
     )
     from _gpt.data import TEXTS
     from _gpt.train import check_implementation
@@ -61,13 +63,6 @@ try:
     )
     from _llama.optimizer import NAMES, RATE_FACTORS
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"train_llama.py needs {error.name}: pip install '.[examples]' in the clone"
@@ -244,13 +239,6 @@ def train_run(
     console: Console,
 ) -> None:
     """Takes the steps, showing, logging and saving."""
-    columns = (
-        TextColumn(settings.optimizer),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[now]}"),
-    )
     last = min(args.until or settings.steps, settings.steps)
     tokens = settings.batch * settings.sequence
 
@@ -258,7 +246,7 @@ def train_run(
         due = args.save_every and step % args.save_every == 0
         return bool(args.checkpoint and (due or step == last))
 
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(settings.optimizer, console=console) as progress:
         task = progress.add_task("", total=last, completed=run.step, now="")
         for _ in train.advance(run, program, batches, last, is_saved):
             now = f"loss {run.losses[-1]:.4f}  {tokens / run.step_s:,.0f} tokens/s"
@@ -313,7 +301,8 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
         if args.memory_profile:
             jax.profiler.save_device_memory_profile(args.memory_profile)
     if args.record and "fits" in found:
-        report.append(settings, program.settings, memory, found, args.record)
+        append = records_of_examples().append_llama
+        append(settings, program.settings, memory, found, args.record)
     return None if run is None else Result(run, program, found)
 
 

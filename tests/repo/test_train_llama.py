@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
+from benchmarks.example_records import case_of_llama
 from optax_lowmem import gaussws
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_same
@@ -281,8 +282,8 @@ def test_says_what_is_wrong(llama, flags, message):
 )
 def test_records_say_what_was_changed(llama, flags, case):
     settings = settings_of(llama, f"{ONE} {flags}")
-    assert llama.report.case(settings) == case
-    assert llama.report.case(settings, "x") == case.replace("/", " allocator=x/")
+    assert case_of_llama(settings) == case
+    assert case_of_llama(settings, "x") == case.replace("/", " allocator=x/")
 
 
 @pytest.mark.parametrize(
