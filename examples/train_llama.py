@@ -147,9 +147,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--log", type=Path, metavar="FILE", help="append each step's loss (JSON lines)")
     add("--cache", type=Path, default=Path("demo_output"), metavar="DIR",
         help="of the tokenizer that is trained for a text (default: demo_output)")  # fmt: skip
-    add("--account", action="store_true",
-        help="compile forward and backward alone too, and say what is beside; and the optimizer's "
-        "step, to take a few more of them at the end and say its share of the time")  # fmt: skip
     add("--memory-profile", type=Path, metavar="FILE",
         help="where to put a profile (pprof) of what lies on the device at the end")  # fmt: skip
     add_common(add)
@@ -213,8 +210,6 @@ def _check_release(args: argparse.Namespace) -> None:
         raise SystemExit(f"--release takes an optimizer of optax_lowmem, not {PLAIN}")
     if args.release and args.noise:
         raise SystemExit("--release and --noise: noise needs the steps of all layers in one call")
-    if args.offload and args.account:
-        raise SystemExit("--offload and --account: no program has the whole step; leave out one")
     if args.release and args.accumulate > 1 and not args.offload:
         raise SystemExit(
             "--release and --accumulate: the gradients that --release never holds would be added up"
@@ -277,9 +272,6 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
             program.compiled  # noqa: B018 (kept by the program)
         compile_s = time.perf_counter() - begin
         say(f"compiled in {compile_s:.1f} s")
-        if args.account:
-            found |= program.planned
-            say(report.planned(found))
         run = checkpoints.start_or_restore(args.checkpoint, program, first)
         if first:
             say(f"resumed at step {first}")
@@ -295,8 +287,6 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
         say(f"nothing to do: the run is at step {run.step} already")
     else:
         found |= train.measured(run, settings, program) | {"compile_s": compile_s}
-        if args.account and not settings.release:
-            found |= train.optimizer_share(run, program)
         say(f"{memory}\n{report.summary(found)}")
         if args.memory_profile:
             jax.profiler.save_device_memory_profile(args.memory_profile)

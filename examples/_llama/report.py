@@ -66,8 +66,6 @@ def out_of_memory(
 def summary(found: dict[str, float]) -> str:
     """The numbers in lines."""
     more = f"   MFU {found['mfu']:.1%}" if "mfu" in found else ""
-    if "optimizer_share" in found:
-        more += f"   optimizer {found['optimizer_share']:.1%} of a step"
     peak = f"; at most {found['peak_bytes'] / GIB:.3f} GiB" if "peak_bytes" in found else ""
     return (
         f"training loss {found['train_loss']:.4f}   {found['tokens_per_s']:,.0f} tokens/s   "
@@ -75,14 +73,4 @@ def summary(found: dict[str, float]) -> str:
         f"{found['bytes_per_param']:.3f} bytes per parameter of weights and state, "
         f"{found['device_bytes'] / GIB:.3f} GiB a device"
         f"{peak + ' with gradients and activations' if peak else ''}"
-    )
-
-
-def planned(found: dict[str, float]) -> str:
-    """Format one line on the planned memory of a step: arguments, temporaries, backward pass."""
-    gib = {n: found[f"{n}_bytes"] / GIB for n in ("argument", "temporary", "backward")}
-    return (
-        f"planned: {gib['argument']:.3f} GiB of weights and state and {gib['temporary']:.3f} GiB "
-        f"beside, where forward and backward alone take {gib['backward']:.3f} GiB: the rest is "
-        f"{found['beside_backward']:.2f} bytes per parameter"
     )
