@@ -12,8 +12,6 @@ plot of the losses, checkpoints, and at the end the model, which transformers lo
 SIGTERM and Ctrl-C save a checkpoint and stop; SIGUSR1 saves one and goes on.
 """
 
-from __future__ import annotations
-
 try:
     import argparse
     import dataclasses
@@ -24,7 +22,7 @@ try:
     import time
     from collections.abc import Callable
     from functools import cached_property, partial
-    from typing import Any
+    from typing import Any, Self
 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
 
@@ -356,7 +354,7 @@ class Signals:
     def __init__(self) -> None:
         self.save = self.stop = False
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> Self:
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         self.before = {number: signal.signal(number, self._received) for number in numbers}
         return self

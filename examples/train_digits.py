@@ -7,8 +7,6 @@ Both start from the same weights and see the same shifted images in the same ord
 results pair up by seed. A whole run is one jitted scan.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

@@ -10,8 +10,6 @@ results go to a folder (`--out`): a picture, the numbers as JSON, and the tokeni
 trained.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -13,8 +13,6 @@ is downloaded. A batch depends on the seed and the step alone: a resumed run goe
 not been stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

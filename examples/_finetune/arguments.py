@@ -1,7 +1,5 @@
 """The command line of finetune.py."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect

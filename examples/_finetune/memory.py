@@ -1,7 +1,5 @@
 """The memory of a compiled step, and the micro-batches that it has room for."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -1,7 +1,5 @@
 """The folder that finetune.py writes: what run it has, its log, and the plot of its losses."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

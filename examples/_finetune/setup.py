@@ -1,7 +1,5 @@
 """The model of a folder and its optimizer, before anything is allocated."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Callable

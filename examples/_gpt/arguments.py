@@ -1,7 +1,5 @@
 """Command-line options, exit codes and the progress bar that the examples share."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

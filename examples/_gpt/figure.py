@@ -1,7 +1,5 @@
 """The picture of a run: loss curves, their difference, and where the bytes are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

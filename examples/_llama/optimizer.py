@@ -1,7 +1,5 @@
 """Optimizers by name, for a Llama."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Messages of a run: headline, plan, summary, out of memory."""
 
-from __future__ import annotations
-
 import jax
 from _gpt.report import device_name
 

@@ -1,7 +1,5 @@
 """Compiles a training step and runs it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time
