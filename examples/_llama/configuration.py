@@ -30,9 +30,10 @@ WITHOUT_EFFECT = (
     "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
     "transformers_version", "use_cache",
 )  # fmt: skip
-# Keys of a file that code shared by all models reads, though no class declares them: the values
-# that our model computes.
+# Keys of any file -> the values that our model computes. Code that models share reads those that
+# no class declares.
 SHARED: dict[str, tuple[Any, ...]] = {
+    "attention_dropout": (0.0, None),
     "quantization_config": (None,),
     "compression_config": (None,),
     "per_layer_config": (None,),
@@ -55,24 +56,20 @@ class Family:
     only: dict[str, tuple[Any, ...]]
 
 
-_NO_DROPOUT: dict[str, tuple[Any, ...]] = {"attention_dropout": (0.0, None)}
-_NO_BIAS = _NO_DROPOUT | {"attention_bias": (False,)}
-_SILU = _NO_DROPOUT | {"hidden_act": ("silu", "swish")}
+_NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}
+_SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish")}
 _WINDOWS = ("use_sliding_window", "max_window_layers", "sliding_window", "layer_types")
-_GEMMA = Family(
-    ("sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
-     "final_logit_softcapping"),
-    _NO_BIAS | {
-        "hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (None, False),
-    },
-)  # fmt: skip
+_GEMMA_READ = ("sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping")
+_GEMMA_ONLY = _NO_BIAS | {
+    "hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (None, False),
+}  # fmt: skip
 FAMILIES = {
     "llama": Family((), _SILU | _NO_BIAS | {"mlp_bias": (False,)}),
     "mistral": Family(("sliding_window",), _SILU),
     "qwen2": Family(_WINDOWS, _SILU),
     "qwen3": Family(_WINDOWS, _SILU | _NO_BIAS),
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
+    "gemma2": Family(_GEMMA_READ + ("attn_logit_softcapping",), _GEMMA_ONLY),
+    "gemma3_text": Family(_GEMMA_READ, _GEMMA_ONLY | {"attn_logit_softcapping": (None,)}),
 }
 
 
@@ -181,7 +178,9 @@ def normal_form(config: Mapping[str, Any]) -> Any:
     import transformers
 
     try:
-        return transformers.AutoConfig.for_model(**copy.deepcopy(dict(config)))
+        own = transformers.AutoConfig.for_model(**copy.deepcopy(dict(config)))
+        own.standardize_rope_params()  # as models do, with keys that the constructor set last
+        return own
     except Exception as error:  # of many kinds, some with several lines
         told = " ".join(str(error).split())
         raise ValueError(f"transformers {transformers.__version__} refuses it: {told}") from None
@@ -193,7 +192,7 @@ def unsupported(own: Any) -> dict[str, Any]:
     A key that is unknown, of a newer version of transformers, may have its default.
     """
     family = FAMILIES[own.model_type]
-    known = {*READ, *WITHOUT_EFFECT, *family.read}
+    known = {*READ, *WITHOUT_EFFECT, *SHARED, *family.read}
     wrong = {}
     for field in dataclasses.fields(own):
         value, key = getattr(own, field.name), field.name
@@ -207,6 +206,8 @@ def _sliding(own: Any) -> tuple[bool, ...]:
     read = FAMILIES[own.model_type].read
     window = getattr(own, "sliding_window", None)
     if "layer_types" not in read:
+        if own.model_type == "mistral" and set(getattr(own, "layer_types", None) or ()) - {_LOCAL}:
+            raise ValueError(f"mistral with layer_types {own.layer_types} is not supported")
         return ("sliding_window" in read and window is not None,) * own.num_hidden_layers
     unknown = set(own.layer_types) - {_LOCAL, _GLOBAL}
     if unknown:

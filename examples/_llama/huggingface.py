@@ -63,6 +63,11 @@ class Part:
     leaf: Any
 
     @property
+    def name(self) -> str:
+        """Name in the file."""
+        return file_name(self.path)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape in the file."""
         shape = tuple(self.leaf.shape if self.index is None else self.leaf.shape[1:])
@@ -107,7 +112,7 @@ class Tensor:
         with safe_open(self.file, "numpy") as opened:
             part = opened.get_slice(self.name)
             for at in range(0, self.shape[0], number):
-                yield part[at : at + number]
+                yield part[at : min(at + number, self.shape[0])]
 
 
 def tensors_of(folder: Path, file: str = WEIGHTS) -> dict[str, Tensor]:
@@ -162,6 +167,8 @@ def read_shape(folder: Path, say: Callable[[str], Any] = warnings.warn) -> Shape
       say: told if the head is not the embedding, though the configuration says so.
     """
     shape, tensors = shape_of(read_config(folder), folder / CONFIG), tensors_of(folder)
+    if (folder / ADAPTER_CONFIG).exists():
+        raise ValueError(f"{folder} has {ADAPTER_CONFIG}: merge its adapters, or remove the file")
     head, table = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
     if not (shape.tied and head and table) or _equal(head, table):
         return shape
@@ -179,12 +186,12 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def stored_dtype(folder: Path) -> Callable[[str], Any]:
-    """Return a function: path of a parameter -> its dtype in the folder; the widest of a stack."""
+    """Return a function: path -> dtype in the folder, of a stack the widest; f32 if it has none."""
     widest: dict[str, Any] = {}
     for name, tensor in tensors_of(folder).items():
         name = _of_stack(name)
         widest[name] = jnp.promote_types(widest.get(name, tensor.dtype), tensor.dtype)
-    return lambda path: widest[_of_stack(file_name(path))]
+    return lambda path: widest.get(_of_stack(file_name(path)), np.dtype(np.float32))
 
 
 def _of_stack(name: str) -> str:
@@ -242,7 +249,7 @@ def load(
 
 
 def _check(folder: Path, model: Llama, like: Any, tensors: Mapping[str, Tensor]) -> None:
-    wanted = {file_name(part.path): part.shape for part in parts(like)}
+    wanted = {part.name: part.shape for part in parts(like)}
     known = {"lm_head.weight"} if model.shape.tied else set()  # some files repeat the embedding
     extra = [n for n in tensors if n not in wanted and n not in known and "inv_freq" not in n]
     shapes = {n: tensors[n].shape for n in wanted if n in tensors}
@@ -282,11 +289,11 @@ def save(folder: Path, source: Path, model: Llama, trained: Any, dtype: Any = No
       dtype: of trained weights in the file; None: that of the source.
 
     Raises:
-      ValueError: if `folder` is the source or no model's, or trained weights are not finite.
+      ValueError: by `check_place`, or if trained weights are not finite; nothing is written.
       OSError: in one line, if there is not enough space.
     """
     stored = tensors_of(source)
-    changed = {file_name(part.path): part for part in parts(trained)}
+    changed = {part.name: part for part in parts(trained)}
     lora = model.lora and model.lora.alpha / model.lora.rank
 
     def kind(name: str) -> np.dtype:
@@ -305,15 +312,12 @@ def save(folder: Path, source: Path, model: Llama, trained: Any, dtype: Any = No
         with np.errstate(over="ignore"):
             value = np.ascontiguousarray(value.astype(kind(name)))
         if not np.isfinite(value).all():
-            raise ValueError(f"{name} is not finite in {value.dtype}: no model was written")
+            raise ValueError(f"{name} has numbers that are not finite in {value.dtype}")
         return value
 
     plain = dataclasses.replace(model, lora=None)
     like = parts(jax.eval_shape(plain.weights, jax.random.key(0)))
-    sizes = {
-        file_name(part.path): math.prod(part.shape) * kind(file_name(part.path)).itemsize
-        for part in like
-    }
+    sizes = {part.name: math.prod(part.shape) * kind(part.name).itemsize for part in like}
     shards = _shards(sizes)
     with _in_place_of(folder, source, sum(sizes.values())) as fresh:
         _copy(source, fresh, model, {kind(name).name for name in sizes})
@@ -371,13 +375,12 @@ def save_adapters(folder: Path, source: Path, model: Llama, adapters: Any) -> No
     assert lora is not None
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name(source),
-        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": list(lora.names), "fan_in_fan_out": False, "inference_mode": True,
+        "r": lora.rank, "lora_alpha": int(lora.alpha) if lora.alpha % 1 == 0 else lora.alpha,
+        "lora_dropout": 0.0, "bias": "none", "target_modules": list(lora.names),
+        "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
     arrays = {
-        f"base_model.model.{file_name(part.path)}": np.ascontiguousarray(
-            part.read().astype(np.float32)
-        )
+        f"base_model.model.{part.name}": np.ascontiguousarray(part.read().astype(np.float32))
         for part in parts(adapters)
     }
     with _in_place_of(folder, source, sum(a.nbytes for a in arrays.values())) as fresh:
@@ -392,6 +395,17 @@ def base_name(source: Path) -> str:
     return hub.removeprefix("models--").replace("--", "/") if hub else str(source)
 
 
+def check_place(folder: Path, source: Path) -> None:
+    """Raise a ValueError unless a model can be written to `folder`, which is then replaced."""
+    if folder.resolve() in (source.resolve(), *source.resolve().parents):
+        raise ValueError(f"{folder} has the model that is read: choose another folder to write")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose another folder to write")
+    models = (CONFIG, ADAPTER_CONFIG)
+    if folder.exists() and any(folder.iterdir()) and not any((folder / m).exists() for m in models):
+        raise ValueError(f"{folder} has files that are no model: move them, or choose another")
+
+
 @contextlib.contextmanager
 def _in_place_of(folder: Path, source: Path, size: int) -> Iterator[Path]:
     """Yield a new folder for `size` bytes, which takes the place of `folder` once it is complete.
@@ -399,11 +413,7 @@ def _in_place_of(folder: Path, source: Path, size: int) -> Iterator[Path]:
     A process that is killed leaves `folder` as it was, or complete, and perhaps a hidden folder
     beside it, which the next call removes.
     """
-    if folder.exists() and folder.samefile(source):
-        raise ValueError(f"{folder} has the model that was loaded: choose another folder to write")
-    models = (CONFIG, ADAPTER_CONFIG)
-    if folder.exists() and any(folder.iterdir()) and not any((folder / m).exists() for m in models):
-        raise ValueError(f"{folder} has files that are no model: move them, or choose another")
+    check_place(folder, source)
     fresh, old = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "replaced"))
     if old.exists() and not folder.exists():  # killed between the two renames below
         old.rename(folder)

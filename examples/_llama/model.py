@@ -385,20 +385,6 @@ class Llama:
 
         return drawn()
 
-    def merged(self, params: Any) -> Any:
-        """Return weights without adapters: W + alpha / rank A B, in the dtype of W."""
-        if isinstance(params, list):
-            return [self.merged(own) for own in params]
-        if not isinstance(params, dict):
-            return params
-        if "lora_a" in params:
-            assert self.lora is not None
-            a, b = (params[name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
-            w = params["kernel"]
-            more = self.lora.alpha / self.lora.rank * jnp.matmul(a, b)
-            params = {**params, "kernel": (w.astype(jnp.float32) + more).astype(w.dtype)}
-        return {n: self.merged(own) for n, own in params.items() if not is_adapter(n)}
-
     @functools.cached_property
     def _graphs(self) -> tuple[Any, Any]:
         key = jax.random.key(0)

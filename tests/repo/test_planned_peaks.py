@@ -19,8 +19,8 @@ def test_the_compilers_plan(name):
         assert size == pytest.approx(row["value"], rel=tol.PLANNED), row["metric"]
 
 
-def test_half_of_the_cases_are_late():
-    assert 2 * sum(case.late for case in CASES.values()) == len(CASES) == 8
+def test_most_cases_are_late():
+    assert 2 * sum(case.late for case in CASES.values()) >= len(CASES) == 10
 
 
 def test_recorded_runs_of_8b_with_the_state_in_host_memory():
