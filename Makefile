@@ -82,7 +82,7 @@ TPU = JAX_PLATFORMS=cpu .venv-tpu/bin/python -m
 tpu-test-quick: .venv-tpu/.has-tpu-test  ## Some steps compiled for TPUs that are not here, by libtpu
 	$(TPU) pytest -n 2 --dist worksteal -m 'tpu and not full' $(ARGS)
 
-tpu-test: .venv-tpu/.has-tpu-test  ## All programs compiled for TPUs, and recorded; over an hour
+tpu-test: .venv-tpu/.has-tpu-test  ## The steps of docs/results/tpu.md compiled for TPUs, and recorded
 	$(TPU) pytest -n 2 --dist worksteal -m tpu $(ARGS)
 	$(TPU) benchmarks.run tpu --record
 

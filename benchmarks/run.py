@@ -6,10 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 # name -> module below benchmarks.suites, and its function that measures, if that is not `main`
+<<<<<<< HEAD
 _ALONE = (
     "checkpoint choose digits finetune kernels memory newton_schulz offload other_gpus plan "
     "release report spikes"
 )
+=======
+_ALONE = "checkpoint choose finetune kernels memory offload other_gpus plan release report spikes"
+>>>>>>> w-records
 SUITES = {name: name for name in _ALONE.split()}
 SUITES |= {
     name: f"{name}.bench" for name in (
@@ -23,7 +27,6 @@ SUITES |= {
     "call": "step.many_leaves:call",
     "compile": "step.many_leaves:compile",
     "four_bits": "formats.four_bits",
-    "launches": "step.launches",
     "pairs": "pairs.training",
     "reshard": "mesh.reshard",
     "scaling": "mesh.scaling",

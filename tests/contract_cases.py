@@ -16,7 +16,7 @@ from packaging.version import Version
 
 import optax_lowmem as lowmem
 from optax_lowmem._src.optimizers.record import name_of
-from tests import tolerances
+from tests import small_leaves, tolerances
 from tests.compilation import QUICK_COMPILE as QUICK_COMPILE
 from tests.tiers import rows
 
@@ -84,7 +84,7 @@ _OPTIONS: dict[str, tuple[float, dict[str, Any]]] = {
 
 def case_of(name: str) -> Case:
     """The case of an optimizer of the table."""
-    row = lowmem.OPTIMIZERS[name]
+    row = small_leaves.record(name)
     # an optimizer that comes new into the table is tested with its own defaults
     learning_rate, options = _OPTIONS.get(name, (row.learning_rate, {}))
     default = row.make(learning_rate).engine.storage
@@ -177,7 +177,7 @@ def _of_moments(wrap: Callable, plain: Callable) -> Callable[[Any, Form], Any]:
 # Our `scale_by_*` by name.
 DIRECTIONS = {
     name_of(record.scale_by): record.scale_by
-    for record in lowmem.OPTIMIZERS.values()
+    for record in map(small_leaves.record, lowmem.OPTIMIZERS)
     if record.scale_by is not None
 }
 # Every wrapper of ours, and the pieces: name -> (learning rate, form) -> transformation.

@@ -441,3 +441,9 @@ PLANNED = 0.05
 # Loss of a convnet after three steps in f32 beside that of the same seed alone, where sums of up to
 # 576 terms may be in another order: 3 * sqrt(576) * 2^-24 = 4e-6. (Measured: equal.)
 SEEDS_TOGETHER = 1e-5
+
+# -- stored curves (test_training_suites.py) -------------------------------------------------------
+# The first losses and RMS of a run on a CPU beside those of an H100, which are stored in f16: half
+# an ulp each, 2^-11, and the H100's TF32 products, 2^-11 of an operand. First losses of other seeds
+# differ by 1 % or more.
+SPIKE_CURVES = 2.0**-9

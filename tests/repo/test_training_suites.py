@@ -34,7 +34,7 @@ from benchmarks.suites.switchback import bench as switchback_bench  # noqa: E402
 from benchmarks.suites.switchback import training as switchback  # noqa: E402
 from optax_lowmem import codecs  # noqa: E402
 from tests.claims_cases import GPU, made  # noqa: E402
-from tests.tolerances import STANDARD_ERRORS  # noqa: E402
+from tests.tolerances import SPIKE_CURVES, STANDARD_ERRORS  # noqa: E402
 from tests.training_cases import as_users_do as as_users_do  # noqa: E402 (a fixture)
 from tests.training_cases import text_for  # noqa: E402
 
@@ -159,6 +159,21 @@ def test_errors_of_states_are_those_of_each_pair():
         square = (step(values[mu], values[nu]) - wanted) ** 2
         each = [square[leaves == leaf].mean() for leaf in (0, 1)]
         assert mse == pytest.approx((each[0] + 3 * each[1]) / 4, rel=1e-6, abs=1e-13)
+
+
+def test_spikes_are_trained_and_recorded(tmp_path, monkeypatch):
+    """With the weights, batches and losses of the stored curves, in their first steps."""
+    monkeypatch.setattr(spikes, "IGNORE", 10)
+    steps, file = 20, tmp_path / "rows.jsonl"
+    monkeypatch.setattr(spikes, "grid", lambda steps: [(spikes.Run(steps=steps), [(0.005, 0.999)])])
+    words = f"--seeds 1 --steps {steps} --curves {tmp_path / 'curves.npz'} --record {file}"
+    spikes.main(words.split())
+    rows, label = records.load(file), f"adamw/{spikes.point()}"
+    assert {row["metric"] for row in rows} >= {"loss_spikes", "embedding_predicts", "last_loss"}
+    with np.load(tmp_path / "curves.npz") as found:
+        ours, stored = np.float64(found[label]), spikes.stored()[label][:, :1, :steps]
+    assert ours.shape == stored.shape
+    np.testing.assert_allclose(ours, stored, rtol=SPIKE_CURVES)
 
 
 def test_spikes_decide_their_claims():

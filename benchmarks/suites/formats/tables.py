@@ -204,20 +204,6 @@ def four_bits(rows: Rows) -> Table:
     return ["m", "v", "bytes of what is stored", "median NMSE", "MSE"], body, run
 
 
-def torchao(rows: Rows) -> Table:
-    """Errors of Adam's step from moments of ours and of torchao's optimizers, by bytes."""
-    run = alike(select(rows, bench="four_bits_torchao"), "device", "jax", "case", "commit")
-    lines = []
-    for name, of in grouped(run, "impl", "metric").items():
-        row = of["median_nmse"]
-        label = f"{name} ({row['version']})" if "version" in row else f"`{name}`"
-        pair, size = (_called(Copy.of(row[slot])) for slot in (MU, NU)), sum(row["bytes"])
-        errors = (number(of[metric]["value"]) for metric in _BY)
-        lines.append((-size, row["value"], [label, *pair, f"{size:.5g}", *errors]))
-    head = ["optimizer", "m", "v", "bytes of both", "median NMSE", "MSE"]
-    return head, [line for *_, line in sorted(lines)], run
-
-
 TABLES = {
     "formats_paper": _table(["m \\ v", *_SECONDS], _paper),
     "formats_slots": _table(_SLOTS, _slots("median_nmse")),

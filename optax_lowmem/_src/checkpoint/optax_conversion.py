@@ -81,10 +81,8 @@ def _optax_optimizer_of(engine: Engine) -> optax.GradientTransformation:
         for name, number in (("learning_rate", 0.0), ("weight_decay", 1e-4))
     )
     arguments: dict[str, Any] = {}
-    if engine.matrices is not None and engine.matrices.dimensions is not None:
-        # dimension numbers decide each leaf's slots; optax would call a tree of a callable class
-        chosen = functools.partial(trees.chosen, engine.matrices.dimensions)
-        arguments["muon_weight_dimension_numbers"] = chosen
+    if engine.matrices is not None:  # they decide the slots of each leaf
+        arguments["muon_weight_dimension_numbers"] = engine.matrices.dimension_numbers
     if not _decays(engine):
         return make(rate, **arguments)
     decay: dict[str, Any] = {"weight_decay": strength, "mask": engine.decay_mask}

@@ -29,11 +29,16 @@ class _PolicyOfPacks(Policy):
     masked: frozenset[str] = frozenset()
 
     def reason(
-        self, path: str, shape: tuple[int, ...], slot: str, stored: bool = False
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        slot: str,
+        stored: bool | None = None,
+        layer: tuple[int, ...] | None = None,
     ) -> str | None:
         if (path, slot) in self.reasons:
             return self.reasons[path, slot]
-        return self.original.reason(path, shape, slot, stored)
+        return self.original.reason(path, shape, slot, stored, layer)
 
     def masked_out(self, tree: optax.Params) -> set[str]:
         return set(self.masked)
