@@ -125,7 +125,7 @@ def shape_of(config: Mapping[str, Any], file: Path | str = CONFIG) -> Shape:
 
 def _shape_of(config: Mapping[str, Any]) -> Shape:
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if kind not in list(FAMILIES):
         raise ValueError(f"model_type {kind!r} is not supported: {', '.join(FAMILIES)} are")
     missing = [key for key in SIZES if key not in config]
     if missing:
@@ -143,6 +143,10 @@ def _shape_of(config: Mapping[str, Any]) -> Shape:
             if not (math.isfinite(value) and value > 0) and key != "max_window_layers":
                 raise ValueError(f"{key} is {value}, not above 0")
     heads, kv_heads = own.num_attention_heads, own.num_key_value_heads
+    head = getattr(own, "head_dim", None)
+    head = own.hidden_size // heads if head is None else head
+    if not isinstance(head, int) or head % 2 or head < 1:
+        raise ValueError(f"head_dim is {head}, not an even number above 0")
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is no multiple of {kv_heads} key heads")
     gemma, sliding = kind.startswith("gemma"), _sliding(own)
@@ -156,7 +160,7 @@ def _shape_of(config: Mapping[str, Any]) -> Shape:
         vocab=own.vocab_size,
         rope=rope,
         tied=bool(own.tie_word_embeddings),
-        head=getattr(own, "head_dim", None),
+        head=head,
         epsilon=own.rms_norm_eps,
         scaling=scaling,
         bias=kind == "qwen2",

@@ -120,7 +120,7 @@ def tensors_of(folder: Path, file: str = WEIGHTS) -> dict[str, Tensor]:
     files = [folder / file]
     if not files[0].exists() and (folder / INDEX).exists():
         files = [folder / name for name in _indexed(folder / INDEX)]
-    missing = [file.name for file in files if not file.exists()]
+    missing = [file.name for file in files if not file.is_file()]
     if missing:
         other = next((f", but has {f.name}: convert it" for f in folder.glob("*.bin")), "")
         raise ValueError(f"{folder} lacks {', '.join(missing)}{other}")

@@ -26,12 +26,12 @@ _KNOWN: dict[str, dict[str, Any]] = {
 _SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size",
 )  # fmt: skip
-# Keys that examples/finetune.py refuses but for these values
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
-    "use_bidirectional_attention": (None, False),
+# Keys that examples/finetune.py refuses if they are set
+_UNSET = {
+    "llama": ("attention_bias", "mlp_bias"),
+    "qwen3": ("attention_bias",),
+    "gemma2": ("attention_bias", "use_bidirectional_attention"),
+    "gemma3_text": ("attention_bias", "use_bidirectional_attention", "attn_logit_softcapping"),
 }
 _ROPE_TYPES = ("default", "linear", "llama3")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -224,6 +224,13 @@ def decoder(config: Mapping[str, Any]) -> Decoder:
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"a configuration is an object, not a {type(config).__name__}")
+    try:
+        return _decoder(config)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"a key has a value of a wrong type: {error}") from None
+
+
+def _decoder(config: Mapping[str, Any]) -> Decoder:
     kind = config.get("model_type")
     if kind not in _KNOWN:
         raise ValueError(
@@ -232,7 +239,8 @@ def decoder(config: Mapping[str, Any]) -> Decoder:
         )
     values = _KNOWN[kind] | dict(config)
     wrong = [f"lacks {key}" for key in _SIZES if key not in config]
-    wrong += [f"has {k} {values[k]!r}" for k, v in _ONLY.items() if values.get(k) not in v]
+    unset = ("quantization_config", *_UNSET.get(kind, ()))
+    wrong += [f"has {k} {values[k]!r}" for k in unset if values.get(k) not in (None, False)]
     wrong += [f"has rope_type {name!r}" for name in _rope_types(values) - set(_ROPE_TYPES)]
     sizes = {key: values.get(key) for key in (*_SIZES, "num_key_value_heads", "head_dim")}
     wrong += [
