@@ -136,8 +136,9 @@ def compile_step(setup: Setup, micro_batches: int) -> Any:
     like = jax.eval_shape(partial(start, setup), setup.weights)
     if not settings.offload:
         return jax.jit(step, donate_argnums=(0, 2)).lower(*like, setup.batch).compile()
-    state = offloaded(setup.model, setup.tx, settings)(setup.weights, None)
-    step.compile(setup.weights, state, setup.batch)
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    trained = jax.tree.map(lambda w: w.update(sharding=here), like[0])
+    step.compile(trained, offloaded(setup.model, setup.tx, settings)(trained, None), setup.batch)
     return step
 
 
@@ -315,6 +316,11 @@ def prepare(args: argparse.Namespace) -> Run:
     if args.offload:
         allow_pinned_memory()
     check_implementation(args.implementation)
+    if not args.model.is_dir():
+        raise ValueError(
+            f"--model {args.model} is no folder: `hf download NAME --local-dir FOLDER` makes one of "
+            "a model on huggingface.co"
+        )
     first, of_run = output.begin(args)
     shape = huggingface.read_shape(args.model, say)
     texts = Texts(args.model, shape.vocab)
@@ -322,7 +328,9 @@ def prepare(args: argparse.Namespace) -> Run:
     total = args.steps * args.batch if args.steps else max(1, round(args.epochs * len(rows)))
     setup = make_setup(args, shape, -(-total // args.batch))
     micro_batches, step = fit(setup, args.micro_batch or of_run)
-    trained, frozen, state = start(setup, setup.load())
+    weights = huggingface.load(args.model, setup.model, setup.dtype)
+    trained, frozen, state = start(setup, weights)
+    del weights
     moved = offloaded(setup.model, setup.tx, setup.settings)
     if first == 0:
         output.write_run(args, args.batch // micro_batches)
@@ -330,10 +338,8 @@ def prepare(args: argparse.Namespace) -> Run:
     else:
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), trained)
         del trained, state
-        places = None
-        if args.offload:
-            places = SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
-        folder = args.out / output.CHECKPOINTS
+        here, folder = jax.local_devices()[0], args.out / output.CHECKPOINTS
+        places = SingleDeviceSharding(here, memory_kind="pinned_host") if args.offload else None
         trained, state = checkpoint.restore(folder, setup.tx, like, step=first, shardings=places)
         state = moved(trained, state)
     report = lowmem.memory.report(setup.tx, trained)

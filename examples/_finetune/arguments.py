@@ -53,8 +53,9 @@ _SEED = number("an integer from 0 to 2^32 - 1", lambda x: 0 <= x < 2**32, int)
 def parse_arguments(description: str, arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the arguments; ends the program where they contradict each other."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="finetune.py --model FOLDER --data FILE [--help] [OPTION ...]",
+    )  # fmt: skip
     add = parser.add_argument
     add("--model", type=Path, required=True, metavar="FOLDER", help="of Hugging Face")
     add("--data", type=Path, required=True, metavar="FILE", help="JSON lines")

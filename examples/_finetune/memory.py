@@ -31,7 +31,7 @@ def limit_bytes(budget: str | None) -> int:
     given = plan.bytes_of(budget) if budget else None
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        return int(_OF_FREE * _free_bytes()) if given is None else given - used_bytes()
+        return int(_OF_FREE * _free_bytes()) if given is None else max(given - used_bytes(), 0)
     limit = (device.memory_stats() or {}).get("bytes_limit", sys.maxsize)
     return int(0.95 * limit) if given is None else min(int(plan.USABLE * given), limit)
 

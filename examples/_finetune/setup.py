@@ -15,7 +15,6 @@ from _llama.config import FULL, Settings, Shape
 from _llama.model import LAYERS, Llama, Lora, Packed, leaf_path
 from _llama.optimizer import make_optimizer, weights_dtype
 from _llama.selection import frozen_by
-from jax.sharding import SingleDeviceSharding
 
 from optax_lowmem import plan
 
@@ -43,36 +42,24 @@ class Setup:
     is_bf16: bool
 
     @property
-    def _dtype(self) -> Callable[[str], Any]:
+    def dtype(self) -> Callable[[str], Any]:
         """Path of a weight -> the dtype that it is loaded in."""
         if self.model.lora is not None:
             return huggingface.stored_dtype(self.args.model)
         return lambda path: weights_dtype(self.settings, path) if self.is_bf16 else jnp.float32
 
     @property
-    def _sharding(self) -> Any:
-        """Of arrays, if the state is elsewhere."""
-        return SingleDeviceSharding(jax.local_devices()[0]) if self.settings.offload else None
-
-    @property
     def weights(self) -> Any:
         """Shapes of the folder's weights."""
-        model, dtype = dataclasses.replace(self.model, lora=None), self._dtype
-        like = jax.eval_shape(lambda: model.weights(jax.random.key(0), dtype))
-        return jax.tree.map(lambda w: w.update(sharding=self._sharding), like)
-
-    def load(self) -> Any:
-        """Return the folder's weights."""
-        shardings = jax.tree.map(lambda w: w.sharding, self.weights)
-        shardings = shardings if self.settings.offload else None
-        return huggingface.load(self.args.model, self.model, self._dtype, shardings)
+        model, dtype = dataclasses.replace(self.model, lora=None), self.dtype
+        return jax.eval_shape(lambda: model.weights(jax.random.key(0), dtype))
 
     @property
     def batch(self) -> Packed:
         """Shapes of a batch."""
-        size = self.settings.batch, self.settings.sequence + 1
-        tokens = jax.ShapeDtypeStruct(size, np.int32)
-        return Packed(tokens, tokens, tokens.update(shape=(size[0], size[1] - 1), dtype=np.float32))
+        rows, length = self.settings.batch, self.settings.sequence
+        tokens = jax.ShapeDtypeStruct((rows, length + 1), np.int32)
+        return Packed(tokens, tokens, jax.ShapeDtypeStruct((rows, length), np.float32))
 
 
 def make_schedule(args: argparse.Namespace, steps: int) -> optax.Schedule:
@@ -95,53 +82,37 @@ def make_setup(args: argparse.Namespace, shape: Shape, steps: int) -> Setup:
       ValueError: for layers of two kinds with gradient release, or a pattern that selects nothing.
     """
     settings = Settings(
-        preset=args.model.name,
-        optimizer=args.optimizer,
-        shape=shape,
-        sequence=args.sequence,
-        batch=args.batch,
-        steps=steps,
-        learning_rate=args.lr,
-        text=str(args.data),
-        remat=FULL,
-        compute=compute_dtype(args.compute),
-        seed=args.seed,
-        clip=args.clip,
-        implementation=args.implementation,
-        release=args.release,
+        args.model.name, args.optimizer, shape, args.sequence, args.batch, steps, args.lr,
+        text=str(args.data), remat=FULL, compute=compute_dtype(args.compute), seed=args.seed,
+        clip=args.clip, implementation=args.implementation, release=args.release,
         offload="pinned_host" if args.offload else None,
-    )
+    )  # fmt: skip
     lora = Lora(plan.lora_names(args.lora), args.rank, args.alpha) if args.lora else None
     model = Llama(shape, settings.compute, choose.attention(settings), FULL, lora=lora)
     if settings.release and len(set(model.slides)) > 1:
         raise ValueError("--release needs equal layers, and some of this model's have a window")
     schedule = make_schedule(args, steps)
     tx = make_optimizer(settings, schedule, args.weight_decay, args.decay_all)
-    is_frozen, is_bf16 = (lambda path: False), huggingface.in_bf16(args.model)
-    if args.freeze:
-        is_frozen = frozen_by(args.freeze, model)
-        if is_alike := of_stacks(is_frozen, model):
-            is_frozen = is_alike
-        else:
-            model = dataclasses.replace(model, stacked=False)
+    is_frozen = (lambda path: False) if args.freeze is None else frozen_by(args.freeze, model)
+    if of_stacks := stacked(is_frozen, model):
+        is_frozen = of_stacks
+    else:
+        model = dataclasses.replace(model, stacked=False)
+    is_bf16 = huggingface.in_bf16(args.model)
     return Setup(args, settings, schedule, model, tx, is_frozen, is_bf16)
 
 
-def of_stacks(is_frozen: Callable[[str], bool], model: Llama) -> Callable[[str], bool] | None:
+def stacked(is_frozen: Callable[[str], bool], model: Llama) -> Callable[[str], bool] | None:
     """Return the same for paths of stacked layers, or None if it differs between layers.
 
     With stacks, a step of many layers compiles as fast as one of a few.
     """
-
-    def decisions(path: str) -> set[bool]:
-        numbers = range(model.shape.layers) if path.startswith(f"{LAYERS}/") else [0]
-        return {is_frozen(path.replace(LAYERS, f"{LAYERS}/{i}", 1)) for i in numbers}
-
     like = jax.eval_shape(dataclasses.replace(model, lora=None).weights, jax.random.key(0))
-    of = {
-        path: decisions(path)
-        for path in (leaf_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(like))
-    }
-    if any(len(both) > 1 for both in of.values()):
-        return None
-    return lambda path: True in of[path]
+    frozen = {}
+    for keys, _ in jax.tree_util.tree_leaves_with_path(like):
+        path, numbers = leaf_path(keys), range(model.shape.layers)
+        of_layers = {is_frozen(path.replace(LAYERS, f"{LAYERS}/{i}", 1)) for i in numbers}
+        if len(of_layers) > 1:
+            return None
+        frozen[path] = of_layers.pop()
+    return frozen.__getitem__

@@ -85,6 +85,11 @@ def test_freeze_must_match(finetune, folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_model_is_a_folder(finetune, folder, tmp_path):
+    more = "--model HuggingFaceTB/SmolLM2-135M-Instruct"
+    refused(finetune, flags(folder, tmp_path / "out", more), "is no folder: `hf download NAME")
+
+
 def test_out_is_of_a_run(finetune, folder, tmp_path):
     """Other files and finished runs are left alone."""
     out = tmp_path / "out"
