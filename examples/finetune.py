@@ -22,7 +22,7 @@ try:
     import time
     from collections.abc import Callable
     from functools import cached_property, partial
-    from typing import Any, Self
+    from typing import Any
 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
 
@@ -318,8 +318,8 @@ def prepare(args: argparse.Namespace) -> Run:
     check_implementation(args.implementation)
     if not args.model.is_dir():
         raise ValueError(
-            f"--model {args.model} is no folder: `hf download NAME --local-dir FOLDER` makes one of "
-            "a model on huggingface.co"
+            f"--model {args.model} is no folder: download a model of huggingface.co into one, with "
+            "`hf download NAME --local-dir FOLDER`"
         )
     first, of_run = output.begin(args)
     shape = huggingface.read_shape(args.model, say)
@@ -354,55 +354,45 @@ def prepare(args: argparse.Namespace) -> Run:
     )  # fmt: skip
 
 
-class Signals:
-    """Requests to save or stop, which take effect after the step that is under way."""
-
-    def __init__(self) -> None:
-        self.save = self.stop = False
-
-    def __enter__(self) -> Self:
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        self.before = {number: signal.signal(number, self._received) for number in numbers}
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for number, handler in self.before.items():
+def train(run: Run) -> None:
+    """Take the steps, evaluating, saving and showing; signals take effect after a step."""
+    received: set[int] = set()
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = {n: signal.signal(n, lambda number, frame: received.add(number)) for n in numbers}
+    try:
+        with progress_bar("steps", disable=not sys.stdout.isatty()) as progress:
+            take_steps(run, progress, received)
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
-    def _received(self, number: int, frame: Any) -> None:
-        self.save = True
-        self.stop |= number != signal.SIGUSR1
 
-
-def train(run: Run) -> None:
-    """Take the steps, evaluating, saving and showing."""
-    args = run.args
-    last = min(args.until or run.steps, run.steps)
+def take_steps(run: Run, progress: Any, received: set[int]) -> None:
+    """Take the steps; raise KeyboardInterrupt, with a checkpoint saved, if a signal says so."""
+    args, last = run.args, min(run.args.until or run.steps, run.steps)
+    task = progress.add_task("", total=last, completed=run.step, now="")
 
     def evaluate() -> None:
         if len(run.held_out):
             say(f"step {run.step}/{run.steps}  held-out loss {run.evaluate():.4f}")
 
-    progress = progress_bar("steps", disable=not sys.stdout.isatty())
-    with Signals() as signals, progress:
-        task = progress.add_task("", total=last, completed=run.step, now="")
-        if run.step == 0:
+    if run.step == 0:
+        evaluate()
+    while run.step < last:
+        row = run.advance()
+        now = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s"
+        progress.update(task, completed=run.step, now=now)
+        if run.step % args.print_every == 0 or run.step in (1, last) or "skipped" in row:
+            now += f"  {row['peak_bytes'] / memory.GIB:.2f} GiB"
+            say(f"step {run.step}/{run.steps}  {now}{'  skipped' * row.get('skipped', False)}")
+        if run.step % args.evaluate_every == 0 or run.step == run.steps:
             evaluate()
-        while run.step < last and not signals.stop:
-            row = run.advance()
-            now = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s"
-            progress.update(task, completed=run.step, now=now)
-            if run.step % args.print_every == 0 or run.step in (1, last) or "skipped" in row:
-                now += f"  {row['peak_bytes'] / memory.GIB:.2f} GiB"
-                say(f"step {run.step}/{run.steps}  {now}{'  skipped' * row.get('skipped', False)}")
-            if run.step % args.evaluate_every == 0 or run.step == run.steps:
-                evaluate()
-            due = args.save_every and run.step % args.save_every == 0
-            if due or signals.save or run.step == last:
-                run.save()
-                signals.save = False
-    if signals.stop:
-        raise KeyboardInterrupt
+        due = args.save_every and run.step % args.save_every == 0
+        if due or received or run.step == last:
+            run.save()
+        if received - {signal.SIGUSR1}:
+            raise KeyboardInterrupt
+        received.clear()
 
 
 def generate(run: Run) -> None:
@@ -443,8 +433,7 @@ def main(arguments: list[str] | None = None) -> Run:
             generate(run)
             export(run)
         output.draw(args.out, args.optimizer)
-        for line in output.contents(args.out):
-            say(line)
+        say(output.contents(args.out))
     except (OSError, ValueError, MemoryError) as error:
         raise SystemExit(str(error)) from None
     except KeyboardInterrupt:

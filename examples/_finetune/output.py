@@ -151,13 +151,11 @@ def draw(out: Path, optimizer: str) -> None:
                     writer.add_scalar(name, value, row["step"])
 
 
-def contents(out: Path) -> list[str]:
+def contents(out: Path) -> str:
     """Return a line for each thing that a run has written; the last is the model."""
     known = {
-        LOG: "losses, rates and times of all steps",
-        PLOT: "the losses",
-        CHECKPOINTS: "for --resume",
-        ADAPTER: "the adapters, for peft",
+        LOG: "losses, rates and times of all steps", PLOT: "the losses",
+        CHECKPOINTS: "for --resume", ADAPTER: "the adapters, for peft",
         MODEL: "the model, for transformers",
-    }
-    return [f"{out / name}: {what}" for name, what in known.items() if (out / name).exists()]
+    }  # fmt: skip
+    return "\n".join(f"{out / n}: {what}" for n, what in known.items() if (out / n).exists())
