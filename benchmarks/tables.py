@@ -21,7 +21,7 @@ PAGES = [
 ]
 # modules below benchmarks.suites that have `TABLES`: name -> what makes it of records
 SUITES = (
-    "activations.tables", "choose", "end_to_end.tables", "examples", "frameworks",
+    "activations.tables", "choose", "configurations", "end_to_end.tables", "examples", "frameworks",
     "finetune", "fit.tables", "formats.tables", "kernels", "linear.tables", "memory",
     "mesh.compiled", "mesh.reshard", "mesh.scaling", "mesh.tables",
     "noise.tables", "offload", "other_gpus", "pairs.budgets", "pairs.muon",

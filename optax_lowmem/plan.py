@@ -1,9 +1,9 @@
 """Plan the memory of a known decoder: `python -m optax_lowmem.plan --params FOLDER --gpu 24GiB`."""
 
 from optax_lowmem._src.memory.command import USABLE, bytes_of, main, plan_decoder
-from optax_lowmem._src.memory.decoders import Decoder, decoder
+from optax_lowmem._src.memory.decoders import Decoder, decoder, lora_names
 
-__all__ = ["USABLE", "Decoder", "bytes_of", "decoder", "main", "plan_decoder"]
+__all__ = ["USABLE", "Decoder", "bytes_of", "decoder", "lora_names", "main", "plan_decoder"]
 
 if __name__ == "__main__":
     main()

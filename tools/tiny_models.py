@@ -11,10 +11,15 @@ Each model is a folder as `save_pretrained` writes it, with weights in bfloat16,
     logits     [1, 5, vocab], of every fourth token, in f32, of the weights cast to f32
     error      root mean square of the difference of logits computed in bf16
     versions   of transformers and torch
+
+`variants.npz` has, by name, the logits of these weights with other configurations, and as `configs`
+the folder and the configuration of each, in JSON.
 """
 
 import argparse
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +55,28 @@ MODELS: dict[str, dict[str, Any]] = {
             "full_attention": dict(rope_type="linear", rope_theta=10_000.0, factor=2.0),
         },
     ),
+}  # fmt: skip
+LINEAR = dict(rope_type="linear", factor=4.0)
+LEFT_OUT = ("rope_parameters", "layer_types")  # of older files, which variants have as None
+# name -> folder, and what differs in its configuration
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, an unused window": ("llama", dict(sliding_window=4)),
+    "llama, two scalings": ("llama", dict(rope_scaling=LINEAR)),
+    "llama, an unused base": ("llama", dict(rope_theta=100.0)),
+    "llama, an older base": ("llama", dict(rope_theta=100, rope_parameters=None)),
+    "llama, original length outside": ("llama", dict(original_max_position_embeddings=8)),
+    "llama, an untied head": ("llama", dict(tie_word_embeddings=True)),
+    "mistral, window not switched off": ("mistral", dict(use_sliding_window=False)),
+    "mistral, no window": ("mistral", dict(sliding_window=None)),
+    "qwen2, window": ("qwen2", dict(
+        use_sliding_window=True, sliding_window=3, max_window_layers=1, layer_types=None)),
+    "gemma2, caps": ("gemma2", dict(attn_logit_softcapping=None, final_logit_softcapping=2.0)),
+    "gemma3, sliding scaling": ("gemma3_text", dict(rope_parameters={
+        LOCAL: LINEAR | dict(rope_theta=100.0),
+        "full_attention": dict(rope_type="default", rope_theta=10_000.0)})),
+    "gemma3, older keys": ("gemma3_text", dict(
+        rope_scaling=LINEAR, rope_theta=1e5, rope_local_base_freq=50.0, sliding_window_pattern=2,
+        rope_parameters=None, layer_types=None)),
 }  # fmt: skip
 SHARDED = "qwen2"  # in several files, with an index
 
@@ -98,6 +125,21 @@ def write(out: Path) -> None:
         )  # fmt: skip
 
 
+def write_variants(out: Path) -> None:
+    """Write the logits of the models' weights with other configurations."""
+    arrays, configs = {}, {}
+    for name, (model, change) in VARIANTS.items():
+        config = json.loads((out / model / "config.json").read_text()) | change
+        config = {k: v for k, v in config.items() if not (v is None and k in LEFT_OUT)}
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(shutil.copytree(out / model, place, dirs_exist_ok=True))
+            (folder / "config.json").write_text(json.dumps(config))
+            tokens = np.load(out / model / "golden.npz")["tokens"]
+            arrays[name] = logits(folder, torch.float32, tokens)
+        configs[name] = model, config
+    np.savez_compressed(out / "variants.npz", configs=json.dumps(configs), **arrays)
+
+
 def check(folder: Path, golden: Path) -> None:
     """Load a folder with transformers and print how far its logits are from the golden ones."""
     with np.load(golden) as stored:
@@ -110,4 +152,8 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--check", type=Path)
     args = parser.parse_args()
-    check(args.check, args.out) if args.check else write(args.out)
+    if args.check:
+        check(args.check, args.out)
+    else:
+        write(args.out)
+        write_variants(args.out)

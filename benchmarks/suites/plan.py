@@ -87,6 +87,8 @@ CASES = {
     "Qwen2.5-3B": Case(QWEN, 6, 3072, optimizer="flash_lion", late=True),
     "Gemma-3-1B": Case(GEMMA, 8, 1024, late=True),
     "Llama-3.2-3B, products kept": Case(MODELS["3B"], 2, 4096, remat="dots", late=True),
+    "Llama-3.2-1B, f32": Case(MODELS["1B"], 8, optimizer="optax.adamw", late=True),
+    "Qwen2.5-3B, f32": Case(QWEN, 4, optimizer="optax.adamw", late=True),
     "Mistral-7B": Case(MISTRAL, 2, 4096, "release", "flash_adam_mini", late=True),
 }
 
@@ -94,10 +96,10 @@ CASES = {
 def make(case: Case) -> tuple[Any, Any, Any]:
     """Return (step, start, model) of a case: start() makes (trained, frozen, state, batch)."""
     from _llama.config import CUDNN, XLA, Settings
-    from _llama.finetuning import make_step
     from _llama.huggingface import shape_of
     from _llama.model import Llama, Lora, Packed
     from _llama.optimizer import make_optimizer, weights_dtype
+    from finetune import make_step
 
     shape = shape_of(case.model)
     names, rank = LORA

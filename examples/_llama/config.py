@@ -1,7 +1,5 @@
 """Llamas by name, and what a run is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +59,8 @@ class Shape:
       logit_cap: likewise, of the logits.
       window: positions that a sliding layer attends to.
       sliding: which layers slide; empty: none.
-      local_rope: base of the unscaled rotary frequencies of sliding layers; None: as others.
+      local_rope: base of the rotary frequencies of sliding layers; None: as others.
+      local_scaling: of these.
     """
 
     layers: int
@@ -84,6 +83,7 @@ class Shape:
     window: int = 0
     sliding: tuple[bool, ...] = ()
     local_rope: float | None = None
+    local_scaling: RopeScaling | None = None
 
     @property
     def head_width(self) -> int:

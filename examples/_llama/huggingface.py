@@ -1,141 +1,39 @@
-"""Models of Hugging Face folders: configuration, weights in and out, adapters in PEFT's format.
+"""Folders of Hugging Face models: weights in and out, adapters in PEFT's format.
 
-Weights are read from memory-mapped files and written to files one tensor at a time, so that no
-second copy of the model exists in host or device memory.
+Weights are read one tensor at a time, and written one file at a time, so that no second copy of the
+model exists in host or device memory. A folder is written beside its place and then renamed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
+import ml_dtypes  # numpy's bfloat16, by name
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from .config import RopeScaling, Shape
+from .config import Shape
+from .configuration import CONFIG, looks_like, read_config, read_json, shape_of
 from .model import LAYERS, Llama, leaf_path
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-_SHARD_BYTES = 5 * 10**9
-
-# ---- config.json ---------------------------------------------------------------------------------
-
-# What a config.json may leave out, by model_type; it names only what differs from these.
-_GEMMA = dict(
-    tie_word_embeddings=True, head_dim=256, sliding_window=4096, query_pre_attn_scalar=256,
-    hidden_activation="gelu_pytorch_tanh",
-)  # fmt: skip
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": dict(num_key_value_heads=8, sliding_window=4096),
-    "qwen2": dict(sliding_window=4096, use_sliding_window=False, max_window_layers=28),
-    "qwen3": dict(
-        head_dim=128, sliding_window=4096, use_sliding_window=False, max_window_layers=28
-    ),
-    "gemma2": _GEMMA | dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
-    "gemma3_text": _GEMMA | dict(rope_theta=1e6, rope_local_base_freq=1e4),
-}
-# What this model code does not compute: key -> the values that it does.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
-    "partial_rotary_factor": (None, 1.0),
-    "quantization_config": (None,),
-    "use_bidirectional_attention": (None, False),
-}
-
-
-def shape_of(config: Mapping[str, Any]) -> Shape:
-    """Return the shape of a `config.json`.
-
-    Raises:
-      ValueError: for another architecture, or options that the model code does not compute.
-    """
-    kind = config.get("model_type")
-    if kind not in _DEFAULTS:
-        raise ValueError(f"model_type {kind!r} is not supported: {', '.join(_DEFAULTS)} are")
-    own = _DEFAULTS[kind] | config
-    gemma = kind.startswith("gemma")
-    wrong = {key: own[key] for key, known in _ONLY.items() if own.get(key) not in known}
-    activation = own.get("hidden_activation") if gemma else own.get("hidden_act", "silu")
-    if activation != ("gelu_pytorch_tanh" if gemma else "silu"):
-        wrong["hidden_activation" if gemma else "hidden_act"] = activation
-    if wrong:
-        raise ValueError(f"{kind} with {wrong} is not supported")
-    heads, layers = own["num_attention_heads"], own["num_hidden_layers"]
-    sliding = _sliding(own, layers)
-    rope, scaling, local = _rope(own)
-    return Shape(
-        layers=layers,
-        width=own["hidden_size"],
-        hidden=own["intermediate_size"],
-        heads=heads,
-        kv_heads=own.get("num_key_value_heads") or heads,
-        vocab=own["vocab_size"],
-        rope=rope,
-        tied=own.get("tie_word_embeddings", False),
-        head=own.get("head_dim"),
-        epsilon=own.get("rms_norm_eps", 1e-6),
-        scaling=scaling,
-        bias=kind == "qwen2",
-        head_norms=kind in ("qwen3", "gemma3_text"),
-        gemma=gemma,
-        query_scale=own["query_pre_attn_scalar"] ** -0.5 if gemma else None,
-        score_cap=own.get("attn_logit_softcapping"),
-        logit_cap=own.get("final_logit_softcapping"),
-        window=own["sliding_window"] if any(sliding) else 0,
-        sliding=sliding if any(sliding) else (),
-        local_rope=local,
-    )
-
-
-def _sliding(own: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """Return which layers attend to a window."""
-    kind = own["model_type"]
-    if not own.get("sliding_window") or own.get("use_sliding_window") is False:
-        return (False,) * layers
-    if own.get("layer_types"):
-        unknown = set(own["layer_types"]) - {_LOCAL, _GLOBAL}
-        if unknown or len(own["layer_types"]) != layers:
-            raise ValueError(f"layer_types {own['layer_types']} of {layers} layers")
-        return tuple(name == _LOCAL for name in own["layer_types"])
-    if kind.startswith("gemma"):
-        every = own.get("sliding_window_pattern", 2 if kind == "gemma2" else 6)
-        return tuple((i + 1) % every != 0 for i in range(layers))
-    return tuple(i >= own.get("max_window_layers", 0) for i in range(layers))
-
-
-def _rope(own: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float | None]:
-    """Return base and scaling of the rotary frequencies, and the base of sliding layers."""
-    given = own.get("rope_parameters") or {}
-    local = own.get("rope_local_base_freq")
-    if _GLOBAL in given:
-        local, given = given[_LOCAL]["rope_theta"], given[_GLOBAL]
-    given = given or own.get("rope_scaling") or {}
-    base = given.get("rope_theta") or own.get("rope_theta", 10_000.0)
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "default":
-        return base, None, local
-    if kind == "linear":
-        return base, RopeScaling(given["factor"]), local
-    if kind == "llama3":
-        limits = (given[f"{name}_freq_factor"] for name in ("low", "high"))
-        original = given["original_max_position_embeddings"]
-        return base, RopeScaling(given["factor"], original, *limits), local
-    raise ValueError(f"rope_type {kind!r} is not supported: default, linear and llama3 are")
-
+_SHARD_BYTES = 2 * 10**9  # of a file, which is in host memory while it is written
 
 # ---- names ---------------------------------------------------------------------------------------
 
@@ -156,20 +54,40 @@ def file_name(path: str) -> str:
     return ".".join([*model, *modules, _LEAVES[leaf]])
 
 
-def _parts(tree: Any, stacked: bool) -> Iterator[tuple[str, tuple[Any, ...], int | None, Any]]:
-    """Yield (path, keys, index in a stack, leaf) of every tensor in a file."""
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A tensor of a file: a parameter, or what a stack of parameters has of one layer."""
+
+    path: str
+    index: int | None
+    leaf: Any
+
+    @property
+    def name(self) -> str:
+        """Name in the file."""
+        return file_name(self.path)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the file."""
+        shape = tuple(self.leaf.shape if self.index is None else self.leaf.shape[1:])
+        return shape[::-1] if self.path.endswith(_TRANSPOSED) else shape
+
+    def read(self) -> np.ndarray:
+        """Return the array that the file has, from the device."""
+        array = np.asarray(self.leaf if self.index is None else self.leaf[self.index])
+        return array.T if self.path.endswith(_TRANSPOSED) else array
+
+
+def parts(tree: Any) -> Iterator[Part]:
+    """Yield the tensors of a tree; `layers` is a list, or a dict of stacks."""
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
         path = leaf_path(keys)
-        if stacked and path.startswith(f"{LAYERS}/"):
+        if path.startswith(f"{LAYERS}/") and isinstance(tree[LAYERS], dict):
             for i in range(leaf.shape[0]):
-                yield path.replace(LAYERS, f"{LAYERS}/{i}", 1), keys, i, leaf
+                yield Part(path.replace(LAYERS, f"{LAYERS}/{i}", 1), i, leaf)
         else:
-            yield path, keys, None, leaf
-
-
-def _shape_in_file(path: str, index: int | None, leaf: Any) -> tuple[int, ...]:
-    shape = tuple(leaf.shape if index is None else leaf.shape[1:])
-    return shape[::-1] if path.endswith(_TRANSPOSED) else shape
+            yield Part(path, None, leaf)
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -177,39 +95,63 @@ def _shape_in_file(path: str, index: int | None, leaf: Any) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a safetensors file."""
+    """A tensor of a safetensors file."""
 
     file: Path
-    offset: int
+    name: str
     dtype: Any
     shape: tuple[int, ...]
 
     def read(self) -> np.ndarray:
-        """Map the file's part into memory."""
-        return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+        """Return a copy."""
+        with safe_open(self.file, "numpy") as opened:
+            return opened.get_tensor(self.name)
+
+    def rows(self, number: int = 4096) -> Iterator[np.ndarray]:
+        """Yield a matrix, some rows at a time."""
+        with safe_open(self.file, "numpy") as opened:
+            part = opened.get_slice(self.name)
+            for at in range(0, self.shape[0], number):
+                yield part[at : min(at + number, self.shape[0])]
 
 
 def tensors_of(folder: Path, file: str = WEIGHTS) -> dict[str, Tensor]:
-    """Return the tensors of a file, or of all that the folder's index names, from their headers."""
+    """Return the tensors of a file, or if it is not there, of all that the folder's index names."""
     files = [folder / file]
-    if (folder / INDEX).exists():
-        names = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()
-        files = [folder / name for name in sorted(set(names))]
-    missing = [file.name for file in files if not file.exists()]
+    if not files[0].exists() and (folder / INDEX).exists():
+        files = [folder / name for name in _indexed(folder / INDEX)]
+    missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}")
-    found = {}
+        other = next((f", but has {f.name}: convert it" for f in folder.glob("*.bin")), "")
+        raise ValueError(f"{folder} lacks {', '.join(missing)}{other}")
+    result: dict[str, Tensor] = {}
     for file in files:
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(size))
-        header.pop("__metadata__", None)
-        for name, one in header.items():
-            if one["dtype"] not in _DTYPES:
-                raise ValueError(f"{name} in {file} is {one['dtype']}, not one of {list(_DTYPES)}")
-            start = 8 + size + one["data_offsets"][0]
-            found[name] = Tensor(file, start, _DTYPES[one["dtype"]], tuple(one["shape"]))
-    return found
+        for tensor in _tensors(file):
+            if tensor.name in result:
+                raise ValueError(f"{tensor.name} is in {file} and in {result[tensor.name].file}")
+            result[tensor.name] = tensor
+    return result
+
+
+def _indexed(file: Path) -> list[str]:
+    index = read_json(file)
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not (isinstance(files, dict) and files and all(isinstance(f, str) for f in files.values())):
+        raise ValueError(f"{file} has no weight_map from tensors to files: download it again")
+    return sorted(set(files.values()))
+
+
+def _tensors(file: Path) -> Iterator[Tensor]:
+    try:
+        with safe_open(file, "numpy") as opened:
+            for name in opened.keys():
+                part = opened.get_slice(name)
+                dtype = part.get_dtype()
+                if dtype not in _DTYPES:
+                    raise ValueError(f"{name} in {file} is {dtype}, not {' or '.join(_DTYPES)}")
+                yield Tensor(file, name, np.dtype(_DTYPES[dtype]), tuple(part.get_shape()))
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no safetensors file ({error}); {looks_like(file)}") from None
 
 
 def in_bf16(folder: Path) -> bool:
@@ -217,32 +159,66 @@ def in_bf16(folder: Path) -> bool:
     return all(tensor.dtype == ml_dtypes.bfloat16 for tensor in tensors_of(folder).values())
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of a folder."""
-    file = folder / CONFIG
-    if not file.exists():
-        raise ValueError(f"{folder} has no {CONFIG}: it is no folder of a Hugging Face model")
-    return json.loads(file.read_text("utf-8"))
+def read_shape(folder: Path, say: Callable[[str], Any] = warnings.warn) -> Shape:
+    """Return the shape of a folder's model.
+
+    Args:
+      folder: of the model.
+      say: told if the head is not the embedding, though the configuration says so.
+    """
+    shape, tensors = shape_of(read_config(folder), folder / CONFIG), tensors_of(folder)
+    if (folder / ADAPTER_CONFIG).exists():
+        raise ValueError(f"{folder} has {ADAPTER_CONFIG}: merge its adapters, or remove the file")
+    head, table = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    if not (shape.tied and head and table) or _equal(head, table):
+        return shape
+    say(
+        f"{folder / CONFIG} has tie_word_embeddings, but lm_head.weight differs from the embedding:"
+        " the head is loaded, trained and written as weights of its own"
+    )
+    return dataclasses.replace(shape, tied=False)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return all(map(np.array_equal, one.rows(), other.rows()))
+
+
+def stored_dtype(folder: Path) -> Callable[[str], Any]:
+    """Return a function: path -> dtype in the folder, of a stack the widest; f32 if it has none."""
+    widest: dict[str, Any] = {}
+    for name, tensor in tensors_of(folder).items():
+        name = _of_stack(name)
+        widest[name] = jnp.promote_types(widest.get(name, tensor.dtype), tensor.dtype)
+    return lambda path: widest.get(_of_stack(file_name(path)), np.dtype(np.float32))
+
+
+def _of_stack(name: str) -> str:
+    """Return `model.layers.up_proj.weight` of `model.layers.3.up_proj.weight`."""
+    before, layers, after = name.partition(f".{LAYERS}.")
+    number, dot, rest = after.partition(".")
+    return before + layers + rest if number.isdigit() and dot else name
 
 
 def load(
-    folder: Path, model: Llama, dtype: Callable[[str], Any], shardings: Any = None
+    folder: Path, model: Llama, dtype: Callable[[str], Any] | None = None, shardings: Any = None
 ) -> dict[str, Any]:
     """Return the weights of a folder.
 
     Args:
       folder: with `config.json` and safetensors.
       model: of the folder's shape; adapters are not in the folder, nor in the result.
-      dtype: of the weight at each path.
+      dtype: of the weight at each path; None: the file's.
       shardings: of the result; None: the default device.
 
     Raises:
       ValueError: that lists missing and unexpected tensors and wrong shapes.
     """
-    model = dataclasses.replace(model, lora=None)
-    like = jax.eval_shape(functools.partial(model.weights, dtype=dtype), jax.random.key(0))
-    tensors = tensors_of(folder)
+    model, tensors = dataclasses.replace(model, lora=None), tensors_of(folder)
+    like = jax.eval_shape(model.weights, jax.random.key(0))
     _check(folder, model, like, tensors)
+    dtype = dtype or stored_dtype(folder)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def put(stack: jax.Array, tensor: jax.Array, index: int) -> jax.Array:
@@ -255,13 +231,14 @@ def load(
 
     def leaf(keys: tuple[Any, ...], like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
         path = leaf_path(keys)
+        kind = dtype(path)
         if not (model.stacked and path.startswith(f"{LAYERS}/")):
-            return jax.device_put(read(path, like.dtype), sharding)
-        stack = jnp.zeros(like.shape, like.dtype, device=sharding)
+            return jax.device_put(read(path, kind), sharding)
+        stack = jnp.zeros(like.shape, kind, device=sharding)
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
         for i in range(model.shape.layers):
-            tensor = read(path.replace(LAYERS, f"{LAYERS}/{i}", 1), like.dtype)
+            tensor = read(path.replace(LAYERS, f"{LAYERS}/{i}", 1), kind)
             stack = put(stack, jax.device_put(tensor, sharding), i)
             stack.block_until_ready()  # tensors that are read ahead would wait in memory
         return stack
@@ -272,14 +249,11 @@ def load(
 
 
 def _check(folder: Path, model: Llama, like: Any, tensors: Mapping[str, Tensor]) -> None:
-    wanted = {
-        file_name(path): _shape_in_file(path, index, leaf)
-        for path, _, index, leaf in _parts(like, model.stacked)
-    }
+    wanted = {part.name: part.shape for part in parts(like)}
     known = {"lm_head.weight"} if model.shape.tied else set()  # some files repeat the embedding
     extra = [n for n in tensors if n not in wanted and n not in known and "inv_freq" not in n]
     shapes = {n: tensors[n].shape for n in wanted if n in tensors}
-    found = {
+    unlike = {
         "missing": [name for name in wanted if name not in tensors],
         "unexpected": extra,
         "of another shape": [
@@ -288,8 +262,8 @@ def _check(folder: Path, model: Llama, like: Any, tensors: Mapping[str, Tensor])
             if shape != wanted[name]
         ],
     }
-    if any(found.values()):
-        lists = "; ".join(f"{len(n)} {what}: {_some(n)}" for what, n in found.items() if n)
+    if any(unlike.values()):
+        lists = "; ".join(f"{len(n)} {what}: {_some(n)}" for what, n in unlike.items() if n)
         raise ValueError(f"the tensors of {folder} do not fit its {CONFIG}: {lists}")
 
 
@@ -299,75 +273,163 @@ def _some(names: list[str]) -> str:
 
 # ---- writing -------------------------------------------------------------------------------------
 
+_COPIED = (".json", ".jinja", ".txt", ".model")
+_TEMPLATES = "additional_chat_templates"  # a folder
 
-def save(folder: Path, source: Path, model: Llama, params: Any, dtype: Any = jnp.bfloat16) -> None:
-    """Write a folder that transformers loads: a source folder with other weights.
+
+def save(folder: Path, source: Path, model: Llama, trained: Any, dtype: Any = None) -> None:
+    """Write a folder that transformers loads: a source folder with trained weights.
 
     Args:
-      folder: to write.
-      source: folder of the model that was loaded; configuration and tokenizer are copied.
-      model: the model, without adapters.
-      params: its weights.
-      dtype: of the file.
+      folder: to write; a model that is there is replaced once the new one is complete.
+      source: folder of the model that was loaded. Configuration and tokenizer are copied, and
+        weights that were not trained, bit by bit.
+      model: the model.
+      trained: its trained weights, or if it has adapters, these, which are merged in f32.
+      dtype: of trained weights in the file; None: that of the source.
+
+    Raises:
+      ValueError: by `check_place`, or if trained weights are not finite; nothing is written.
+      OSError: in one line, if there is not enough space.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.is_file() and "safetensors" not in file.name and file.suffix in _COPIED:
-            shutil.copy(file, folder)
-    name = jnp.dtype(dtype).name
-    config = read_config(source)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
-    (folder / CONFIG).write_text(json.dumps(config, indent=2), "utf-8")
-    shards, size = [[]], 0
-    for part in _parts(params, model.stacked):
-        one = math.prod(_shape_in_file(part[0], *part[2:])) * jnp.dtype(dtype).itemsize
+    stored = tensors_of(source)
+    changed = {part.name: part for part in parts(trained)}
+    lora = model.lora and model.lora.alpha / model.lora.rank
+
+    def kind(name: str) -> np.dtype:
+        of_adapter = lora is not None and name.replace(".weight", ".lora_A.weight") in changed
+        return jnp.dtype(dtype) if dtype and (name in changed or of_adapter) else stored[name].dtype
+
+    def array(name: str) -> np.ndarray:
+        if name in changed:
+            value = changed[name].read()
+        elif (first := name.replace(".weight", ".lora_A.weight")) in changed:
+            a, b = changed[first].read(), changed[first.replace("lora_A", "lora_B")].read()
+            more = np.float32(lora) * (b.astype(np.float32) @ a.astype(np.float32))
+            value = stored[name].read().astype(np.float32) + more
+        else:
+            return stored[name].read()
+        with np.errstate(over="ignore"):
+            value = np.ascontiguousarray(value.astype(kind(name)))
+        if not np.isfinite(value).all():
+            raise ValueError(f"{name} has numbers that are not finite in {value.dtype}")
+        return value
+
+    plain = dataclasses.replace(model, lora=None)
+    like = parts(jax.eval_shape(plain.weights, jax.random.key(0)))
+    sizes = {part.name: math.prod(part.shape) * kind(part.name).itemsize for part in like}
+    shards = _shards(sizes)
+    with _in_place_of(folder, source, sum(sizes.values())) as fresh:
+        _copy(source, fresh, model, {kind(name).name for name in sizes})
+        for i, names in enumerate(shards, 1):
+            file = WEIGHTS if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
+            save_file({name: array(name) for name in names}, fresh / file, {"format": "pt"})
+        if len(shards) > 1:
+            files = sorted(file.name for file in fresh.glob("model-*.safetensors"))
+            index = {
+                "metadata": {"total_size": sum(sizes.values())},
+                "weight_map": {n: file for file, ns in zip(files, shards, strict=True) for n in ns},
+            }
+            (fresh / INDEX).write_text(json.dumps(index, indent=2), "utf-8")
+
+
+def _shards(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Divide tensors into files."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, one in sizes.items():
         if shards[-1] and size + one > _SHARD_BYTES:
             shards.append([])
             size = 0
-        shards[-1].append(part)
+        shards[-1].append(name)
         size += one
-    if len(shards) == 1:
-        return _write(folder / WEIGHTS, shards[0], dtype, file_name)
-    weight_map = {}
-    for i, parts in enumerate(shards, 1):
-        file = folder / f"model-{i:05}-of-{len(shards):05}.safetensors"
-        _write(file, parts, dtype, file_name)
-        weight_map |= {file_name(path): file.name for path, *_ in parts}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), "utf-8")
+    return shards
 
 
-_COPIED = (".json", ".jinja", ".txt", ".model")
+def _copy(source: Path, folder: Path, model: Llama, dtypes: set[str]) -> None:
+    """Copy all but the weights, with the configuration of the new ones."""
+    for file in source.iterdir():
+        apart = "safetensors" in file.name or file.name.endswith(".bin.index.json")
+        if file.is_file() and not apart and file.suffix in _COPIED:
+            shutil.copy(file, folder)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
+    config = read_config(source)
+    if len(dtypes) == 1:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtypes.pop()
+    if shape_of(config).tied != model.shape.tied:
+        config["tie_word_embeddings"] = model.shape.tied
+    (folder / CONFIG).write_text(json.dumps(config, indent=2), "utf-8")
 
 
-def _write(file: Path, parts: Iterable[Any], dtype: Any, name_of: Callable[[str], str]) -> None:
-    """Write a safetensors file, one tensor of the device at a time."""
-    kind = jnp.dtype(dtype)
-    (stored,) = (name for name, known in _DTYPES.items() if known == kind)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for path, _, index, leaf in parts:
-        shape = _shape_in_file(path, index, leaf)
-        end = offset + math.prod(shape) * kind.itemsize
-        header[name_of(path)] = {"dtype": stored, "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for path, _, index, leaf in parts:
-            array = np.asarray(leaf if index is None else leaf[index]).astype(kind)
-            stream.write((array.T if path.endswith(_TRANSPOSED) else array).tobytes())
+def save_adapters(folder: Path, source: Path, model: Llama, adapters: Any) -> None:
+    """Write adapters as PEFT does.
 
-
-def save_adapters(folder: Path, base: str, model: Llama, adapters: Any) -> None:
-    """Write adapters as PEFT does; `base` is the name or folder of the model that they adapt."""
-    assert model.lora is not None
-    folder.mkdir(parents=True, exist_ok=True)
+    Args:
+      folder: to write.
+      source: folder of the model that they adapt.
+      model: the model, with adapters.
+      adapters: their weights.
+    """
+    lora = model.lora
+    assert lora is not None
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
-        "r": model.lora.rank, "lora_alpha": model.lora.alpha, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": list(model.lora.names), "fan_in_fan_out": False, "inference_mode": True,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name(source),
+        "r": lora.rank, "lora_alpha": int(lora.alpha) if lora.alpha % 1 == 0 else lora.alpha,
+        "lora_dropout": 0.0, "bias": "none", "target_modules": list(lora.names),
+        "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2), "utf-8")
-    file, parts = folder / "adapter_model.safetensors", list(_parts(adapters, model.stacked))
-    _write(file, parts, jnp.float32, lambda path: f"base_model.model.{file_name(path)}")
+    arrays = {
+        f"base_model.model.{part.name}": np.ascontiguousarray(part.read().astype(np.float32))
+        for part in parts(adapters)
+    }
+    with _in_place_of(folder, source, sum(a.nbytes for a in arrays.values())) as fresh:
+        (fresh / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), "utf-8")
+        save_file(arrays, fresh / ADAPTERS, {"format": "pt"})
+
+
+def base_name(source: Path) -> str:
+    """Return the hub's name of a folder in its cache, or else the absolute path."""
+    source = Path(source).absolute()
+    hub = next((p.name for p in source.parents if p.name.startswith("models--")), None)
+    return hub.removeprefix("models--").replace("--", "/") if hub else str(source)
+
+
+def check_place(folder: Path, source: Path) -> None:
+    """Raise a ValueError unless a model can be written to `folder`, which is then replaced."""
+    if folder.resolve() in (source.resolve(), *source.resolve().parents):
+        raise ValueError(f"{folder} has the model that is read: choose another folder to write")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose another folder to write")
+    models = (CONFIG, ADAPTER_CONFIG)
+    if folder.exists() and any(folder.iterdir()) and not any((folder / m).exists() for m in models):
+        raise ValueError(f"{folder} has files that are no model: move them, or choose another")
+
+
+@contextlib.contextmanager
+def _in_place_of(folder: Path, source: Path, size: int) -> Iterator[Path]:
+    """Yield a new folder for `size` bytes, which takes the place of `folder` once it is complete.
+
+    A process that is killed leaves `folder` as it was, or complete, and perhaps a hidden folder
+    beside it, which the next call removes.
+    """
+    check_place(folder, source)
+    fresh, old = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "replaced"))
+    if old.exists() and not folder.exists():  # killed between the two renames below
+        old.rename(folder)
+    for left in (fresh, old):
+        shutil.rmtree(left, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    try:
+        free = shutil.disk_usage(fresh).free
+        if size > free:
+            raise OSError(f"{size / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
+        yield fresh
+        if folder.exists():
+            folder.rename(old)
+        fresh.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{folder} was not written: {error}") from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

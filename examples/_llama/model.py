@@ -2,8 +2,6 @@
 so that compiling is as long for 32 of them as for 4, or each layer has weights of its own, which
 are not copied to and from stacks."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -143,7 +141,7 @@ class Attention(nnx.Module):
         own = self.shape
         frequency = _scaled(frequencies(own.head_width, own.rope), own.scaling)
         if own.local_rope is not None:
-            local = frequencies(own.head_width, own.local_rope)
+            local = _scaled(frequencies(own.head_width, own.local_rope), own.local_scaling)
             frequency = jnp.where(sliding, local, frequency)
         return rotary_angles(length, frequency)
 
@@ -350,7 +348,9 @@ class Llama:
     def _ends(self, key: jax.Array) -> Ends:
         return Ends(self.shape, nnx.Rngs(key))
 
-    def weights(self, key: jax.Array, dtype: Callable[[str], Any]) -> dict[str, Any]:
+    def weights(
+        self, key: jax.Array, dtype: Callable[[str], Any] = lambda path: jnp.float32
+    ) -> dict[str, Any]:
         """Initial weights, drawn in f32 and rounded to bf16, in the dtype that each path has.
 
         Layers are drawn one after another, so that no more than one layer is there in f32.
@@ -382,20 +382,6 @@ class Llama:
             return part(self.weights(key, lambda path: jnp.float32), is_adapter)
 
         return drawn()
-
-    def merged(self, params: Any) -> Any:
-        """Return weights without adapters: W + alpha / rank A B, in the dtype of W."""
-        if isinstance(params, list):
-            return [self.merged(own) for own in params]
-        if not isinstance(params, dict):
-            return params
-        if "lora_a" in params:
-            assert self.lora is not None
-            a, b = (params[name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
-            w = params["kernel"]
-            more = self.lora.alpha / self.lora.rank * jnp.matmul(a, b)
-            params = {**params, "kernel": (w.astype(jnp.float32) + more).astype(w.dtype)}
-        return {n: self.merged(own) for n, own in params.items() if not is_adapter(n)}
 
     @functools.cached_property
     def _graphs(self) -> tuple[Any, Any]:

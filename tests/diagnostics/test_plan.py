@@ -109,7 +109,7 @@ def test_wrong_arguments():
         memory.plan(tx, params, activations=lambda batch: 0, modes=("streamed",), **given)
     with pytest.raises(ValueError, match="'mamba' is not known"):
         plan.decoder({"model_type": "mamba"})
-    with pytest.raises(ValueError, match="'24' is no size"):
+    with pytest.raises(ValueError, match="'24' is neither a size"):
         plan.bytes_of("24")
     assert plan.bytes_of("1.5 GB") == 1_500_000_000
 
@@ -138,6 +138,85 @@ def test_command(tmp_path, capsys):
     assert lines[-1].endswith("--lora o_proj --rank 4")
 
 
+def test_names_of_gpus(tmp_path, capsys):
+    """With or without the maker; GB and GiB are told apart; others name those that are near."""
+    assert plan.bytes_of("RTX 4090") == plan.bytes_of("NVIDIA GeForce RTX4090") == 24_564 * 2**20
+    assert plan.bytes_of("a100-80gb") == 80 * 2**30 > plan.bytes_of("80GB") == 80 * 10**9
+    for text, near in (("RTX 4091", "RTX 4090"), ("A100", "A100 40GB, A100 80GB"), ("24", "24GiB")):
+        with pytest.raises(ValueError, match=f"'{text}' is neither a size.*{near}"):
+            plan.bytes_of(text)
+    for text in ("-3GiB", "1.2.3GiB", "nanGB", "GiB", ""):
+        with pytest.raises(ValueError, match="is neither a size"):
+            plan.bytes_of(text)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    lines = run(capsys, "--params", str(tmp_path), "--gpu", "RTX 4090")
+    assert "RTX 4090: 23.99 GiB (25.76 GB), of which 22.31 GiB are usable (93%)" in lines[0]
+
+
+def test_optax_in_f32(tmp_path, capsys):
+    """16 bytes of weights, state and gradients per parameter, and no modes of this package's."""
+    sizes = plan.decoder(LLAMA_8B)
+    resident, lora = plan.plan_decoder(sizes, "optax.adamw", 0, 2048, (("q_proj",), 8)).modes
+    number = sum(math.prod(p.shape) for p in jax.tree.leaves(sizes.params()))
+    table = 128_256 * 4096
+    assert resident.weights == 4 * number
+    state, gradients, _ = resident.peak(1)
+    assert state == 8 * number + 4 and gradients == 4 * (number - 2 * table - 4096)
+    adapters = 4 * 32 * 8 * (4096 + 4096)
+    assert lora.name == "lora" and lora.weights - adapters == 2 * (number + 65 * 4096)  # f32 norms
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    lines = run(capsys, "--params", str(tmp_path), "--gpu", "H200", "--optimizer", "optax.adamw")
+    assert [line.split()[0] for line in lines[3:5]] == ["resident", "lora"]
+    assert lines[-1].count("--optimizer optax.adamw") == 1
+
+
+GEMMA = LLAMA_8B | {"model_type": "gemma2"}
+
+
+@pytest.mark.parametrize(
+    ("config", "mixed"),
+    [
+        (GEMMA, True),
+        (GEMMA | {"layer_types": ["full_attention"] * 32}, False),
+        (LLAMA_8B | {"model_type": "qwen2"}, False),
+        (LLAMA_8B | {"model_type": "qwen2", "use_sliding_window": True}, True),
+    ],
+)
+def test_release_takes_layers_that_are_equal(config, mixed):
+    modes = plan.plan_decoder(plan.decoder(config), "flash_adamw", 0, 2048).modes
+    assert [mode.name for mode in modes] == ["resident", "release", "offload"][: 1 if mixed else 3]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "config.json: a configuration is an object, not a list"),
+        (json.dumps({"model_type": "llama"}), "the llama lacks hidden_size, lacks intermediate"),
+        (json.dumps(LLAMA_8B | {"quantization_config": {}}), "has quantization_config {}"),
+        (json.dumps(LLAMA_8B | {"rope_scaling": {"type": "yarn"}}), "has rope_type 'yarn'"),
+        (json.dumps(LLAMA_8B | {"num_hidden_layers": 0}), "has num_hidden_layers 0"),
+    ],
+)
+def test_files_without_a_plan(tmp_path, content, message):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(SystemExit, match=message) as stopped:
+        plan.main(["--params", str(tmp_path), "--gpu", "24GiB"])
+    assert "\n" not in str(stopped.value)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--rank=-1", "--rank=0", "--sequence=0", "--pcie=0", "--pcie=inf"]
+)
+def test_numbers_that_are_not_above_zero(capsys, flag):
+    with pytest.raises(SystemExit):
+        plan.main(["--params", "x", "--gpu", "24GiB", flag])
+    assert (
+        f"argument {flag.split('=')[0]}: {flag.split('=')[1]} is not above 0"
+        in capsys.readouterr().err
+    )
+
+
 def test_nothing_fits(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA_8B))
@@ -145,7 +224,7 @@ def test_nothing_fits(tmp_path):
         plan.main(["--params", str(file), "--gpu", "8GiB"])
     with pytest.raises(SystemExit, match="With --sequence 16384, offload does"):
         plan.main(["--params", str(file), "--gpu", "24GiB", "--sequence", "65536"])
-    with pytest.raises(SystemExit, match="no matrices"):
+    with pytest.raises(SystemExit, match="no matrix of the layers is named 'nothing'"):
         plan.main(["--params", str(file), "--gpu", "24GiB", "--lora", "nothing"])
-    with pytest.raises(SystemExit, match="No such file"):
+    with pytest.raises(SystemExit, match="is not there: a model's page"):
         plan.main(["--params", str(tmp_path / "other.json"), "--gpu", "24GiB"])

@@ -1,10 +1,13 @@
 """The planner against recorded plans of the compiler, and the peaks of recorded runs."""
 
+import json
+
 import pytest
 
 from benchmarks import records
 from benchmarks.suites.plan import CASES, MODELS, planned
 from optax_lowmem import plan
+from optax_lowmem._src.memory import command
 from tests import tolerances as tol
 
 ROWS = records.newest(records.all_records(), bench="plan")
@@ -19,8 +22,8 @@ def test_the_compilers_plan(name):
         assert size == pytest.approx(row["value"], rel=tol.PLANNED), row["metric"]
 
 
-def test_half_of_the_cases_are_late():
-    assert 2 * sum(case.late for case in CASES.values()) == len(CASES) == 8
+def test_most_cases_are_late():
+    assert 2 * sum(case.late for case in CASES.values()) >= len(CASES) == 10
 
 
 def test_recorded_runs_of_8b_with_the_state_in_host_memory():
@@ -46,3 +49,30 @@ def test_a_recorded_run_of_8b(mode, flag):
     assert rows
     for row in rows:
         assert found.total_bytes(1) == pytest.approx(row["value"], rel=tol.PLANNED)
+
+
+def test_recorded_speeds(tmp_path, capsys):
+    """Those that the command prints."""
+    train = "llama-8b clip=0.0 release=True batch=8 steps="
+    cases = {
+        ("Llama-3.1-8B", "release"): (f"{train}12/flash_adamw", "lowmem"),
+        ("Llama-3.1-8B", "offload"): (
+            f"{train}50 accumulate=4 offload=pinned_host allocator=cuda_async/flash_adamw", "lowmem"
+        ),
+        ("SmolLM2-135M", "resident"): ("smollm2, 500 steps of 8 x 1024 tokens", "flash_adamw"),
+        ("SmolLM2-135M", "lora"): ("smollm2, 500 steps of 8 x 1024 tokens", "lora"),
+    }  # fmt: skip
+    rows = records.select(records.all_records(), metric="tokens_per_s", device="NVIDIA H200")
+    shown = {
+        (model, mode): speed
+        for model, speeds in command.MEASURED.values()
+        for mode, speed in speeds.items()
+    }
+    assert shown.keys() == cases.keys()
+    for key, (case, impl) in cases.items():
+        assert shown[key] in {round(r["value"]) for r in records.select(rows, case=case, impl=impl)}
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["8B"]))
+    plan.main(["--params", str(tmp_path), "--gpu", "RTX 4090"])
+    assert (
+        "Measured with Llama-3.1-8B on an NVIDIA H200: 8,815 tokens/s." in capsys.readouterr().out
+    )
