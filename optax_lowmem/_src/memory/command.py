@@ -95,7 +95,8 @@ def plan_decoder(
     weights, adapters = sizes.params(), sizes.params(lora) if lora else None
     make = functools.partial(plan, tx, budget=budget, stacks=("layers",), accumulate=accumulate)
     activations = functools.partial(sizes.activations, sequence=sequence, accumulate=accumulate)
-    trained, modes = weights, MODES
+    trained = weights
+    modes: tuple[str, ...] = MODES
     if optimizer == PLAIN:
         trained, adapters = jax.tree.map(lambda w: w.update(dtype=jnp.float32), (weights, adapters))
         activations = functools.partial(activations, in_f32=True)
