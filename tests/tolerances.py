@@ -436,3 +436,9 @@ LAUNCHES = 4
 # free. Leaving out an array of a whole model is more: gradients of 8B are 27 % of its weights and
 # state.
 PLANNED = 0.05
+
+# -- exported weights (test_finetune_folders.py) ---------------------------------------------------
+# Weights into which adapters of rank 3 are merged, relative and absolute, in eps of their dtype:
+# half of one for the sum and half to store it; before that, in f32, 8 roundings by u of products
+# below 1/4, 2 u.
+MERGED_EPS = 1
