@@ -1,14 +1,18 @@
 # Needs only Python >= 3.11, pip and make. Environments are made and refreshed on demand.
-# `make test VENV=.venv-newest MINOR=12` and so on: any tier on the newest JAX, as .ci/run does.
+# `make test VENV=.venv-jax-0.11.2` and so on: any tier on a version of JAX that .ci/jax has.
 
 VENV ?= .venv
+# The pins of .venv-jax-VERSION, and the Python that it is tested on
+PINS = $(wildcard .ci/jax/$(VENV:.venv-jax-%=%).txt)
 # Which Python to make the environment from; empty: the first that .ci/find-python finds.
-PYTHON ?=
+PYTHON ?= $(if $(PINS),$(shell sed -n 's/^\# Python //p' $(PINS)))
 # The oldest Python minor version that the environment may have.
 MINOR ?= 11
+# The version of JAX of test-jax: 0.9.2, 0.10.2, 0.11.2 or newest
+JAX ?= newest
 # More arguments: make demo ARGS='--steps 50'; make test ARGS='-k codec -x'
 ARGS ?=
-# Which quarter of test-full to run, 0 to 3; empty: all of it
+# Which eighth of test-full to run, 0 to 7; empty: all of it
 SAMPLE ?=
 # The CUDA major version of gpu-test
 CUDA ?= 12
@@ -18,7 +22,7 @@ BIN := $(VENV)/bin
 PYTEST = $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 .DEFAULT_GOAL := help
 .SECONDARY:
-.PHONY: help demo docs serve test test-oldest test-repo test-full test-frameworks mutants gpu-test tpu-test \
+.PHONY: help demo docs serve test test-jax test-repo test-full test-frameworks mutants gpu-test tpu-test \
   tpu-test-quick lint format types notebook figures wheel package clean
 
 help:  ## List the targets
@@ -35,7 +39,7 @@ $(BIN)/python:
 # $(VENV)/.has-test means: the extra `test` of this pyproject.toml is installed.
 $(VENV)/.has-%: pyproject.toml | $(BIN)/python
 	@echo "Installing optax-lowmem[$*] into $(VENV) (the first time takes a minute or two)"
-	@$(BIN)/python .ci/install -q -e '.[$*]'
+	@$(BIN)/python .ci/install -q -e '.[$*]' $(PINS:%=-c %)
 	@touch $@
 
 # Tools that need neither the package nor its dependencies: the requirements of an extra alone.
@@ -56,28 +60,15 @@ CPU = PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(XLA
 test: $(VENV)/.has-test  ## The library's behaviour, about 7 minutes on 2 cores
 	$(CPU) $(PYTEST) -m 'not gpu and not tpu and not repo and not full' $(ARGS)
 
-# What a version of JAX, optax or Flax can break: the public API, the contract, golden vectors,
-# wrappers, checkpoints, shardings, and the lowering of kernels.
-OLDEST := tests/checkpoint tests/contract tests/golden tests/wrappers \
-  tests/core/test_blocks_flax.py tests/core/test_gpu_kernels.py \
-  tests/noise/test_gaussws_integrations.py tests/noise/test_gaussws_kernels.py \
-  $(wildcard tests/repo/test_architecture.py) \
-  $(addprefix tests/step/test_,bits_on_meshes.py explicit_axes.py export_for_tpu.py \
-    kernel_dispatch.py mesh_kernels.py multiprocess.py shard_map.py sharding.py)
-
-.venv-oldest/.has-%: pyproject.toml .ci/oldest.txt
-	@$(MAKE) -s .venv-oldest/bin/python VENV=.venv-oldest
-	@.venv-oldest/bin/python .ci/install -q -e '.[$*]' -c .ci/oldest.txt
-	@touch $@
-
-test-oldest: VENV := .venv-oldest
-test-oldest: .venv-oldest/.has-test  ## What a version can break, on the oldest versions supported
-	$(CPU) $(PYTEST) -m 'not gpu and not tpu and not full' $(OLDEST) $(ARGS)
+# The public API, the contract, golden vectors, wrappers, checkpoints, shardings, and the lowering of
+# kernels; `make mutants VENV=.venv-jax-0.9.2` runs the bugs that this version notices.
+test-jax:  ## The tests of .ci/jax/tests, which a version of JAX can break, in .venv-jax-$(JAX)
+	@$(MAKE) test VENV=.venv-jax-$(JAX) ARGS="$$(tr '\n' ' ' <.ci/jax/tests) $(ARGS)"
 
 test-repo: $(VENV)/.has-test  ## Benchmarks, claims, docs, notebooks and examples
 	$(CPU) $(PYTEST) -m repo $(ARGS)
 
-test-full: $(VENV)/.has-test  ## Optimizers crossed with settings, slow kernels; SAMPLE=0 to 3: a quarter
+test-full: $(VENV)/.has-test  ## Optimizers crossed with settings, slow kernels; SAMPLE=0 to 7: an eighth
 	$(CPU) $(PYTEST) -m 'full and not gpu and not tpu' $(if $(SAMPLE),--sample $(SAMPLE)) $(ARGS)
 
 # libtpu compiles for TPUs on a CPU; in an environment of its own, since it is pinned with its JAX.
@@ -91,7 +82,7 @@ TPU = JAX_PLATFORMS=cpu .venv-tpu/bin/python -m
 tpu-test-quick: .venv-tpu/.has-tpu-test  ## Some steps compiled for TPUs that are not here, by libtpu
 	$(TPU) pytest -n 2 --dist worksteal -m 'tpu and not full' $(ARGS)
 
-tpu-test: .venv-tpu/.has-tpu-test  ## All programs compiled for TPUs, and recorded; over an hour
+tpu-test: .venv-tpu/.has-tpu-test  ## The steps of docs/results/tpu.md compiled for TPUs, and recorded
 	$(TPU) pytest -n 2 --dist worksteal -m tpu $(ARGS)
 	$(TPU) benchmarks.run tpu --record
 
@@ -146,7 +137,7 @@ package: .venv-tools/.has-package  ## Build and check what an index would get: d
 	.venv-tools/bin/python -m twine check --strict dist/*
 
 clean:  ## Remove environments, builds and caches
-	rm -rf .venv .venv-newest .venv-oldest .venv-tools .venv-tpu .venv-uv .venv-wheel
+	rm -rf .venv .venv-jax-* .venv-tools .venv-tpu .venv-uv .venv-wheel
 	rm -rf .venv-fw-* .xla_cache build dist site
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

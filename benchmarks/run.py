@@ -7,8 +7,7 @@ from typing import Any
 
 # name -> module below benchmarks.suites, and its function that measures, if that is not `main`
 _ALONE = (
-    "checkpoint choose finetune kernels memory newton_schulz offload other_gpus plan release "
-    "report spikes"
+    "checkpoint choose digits finetune kernels memory offload other_gpus plan release report spikes"
 )
 SUITES = {name: name for name in _ALONE.split()}
 SUITES |= {
@@ -23,7 +22,6 @@ SUITES |= {
     "call": "step.many_leaves:call",
     "compile": "step.many_leaves:compile",
     "four_bits": "formats.four_bits",
-    "launches": "step.launches",
     "pairs": "pairs.training",
     "reshard": "mesh.reshard",
     "scaling": "mesh.scaling",

@@ -21,10 +21,10 @@ PAGES = [
 ]
 # modules below benchmarks.suites that have `TABLES`: name -> what makes it of records
 SUITES = (
-    "activations.tables", "choose", "configurations", "deleted", "end_to_end.tables", "examples",
-    "finetune", "fit.tables", "formats.tables", "frameworks", "kernels", "linear.tables", "memory",
-    "mesh.communication", "mesh.compiled", "mesh.reshard", "mesh.scaling", "mesh.tables",
-    "newton_schulz", "noise.tables", "offload", "other_gpus", "pairs.budgets", "pairs.muon",
+    "activations.tables", "choose", "configurations", "end_to_end.tables", "examples", "frameworks",
+    "finetune", "fit.tables", "formats.tables", "kernels", "linear.tables", "memory",
+    "mesh.compiled", "mesh.reshard", "mesh.scaling", "mesh.tables",
+    "noise.tables", "offload", "other_gpus", "pairs.budgets", "pairs.muon",
     "pairs.spread", "plan", "release", "step.tables", "tpu.tables",
 )  # fmt: skip
 # module below benchmarks.claims -> name of its table, and of the method

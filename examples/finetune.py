@@ -12,172 +12,160 @@ plot of the losses, checkpoints, and at the end the model, which transformers lo
 SIGTERM and Ctrl-C save a checkpoint and stop; SIGUSR1 saves one and goes on.
 """
 
-from __future__ import annotations
-
-import argparse
-import dataclasses
-import json
-import os
-import shutil
-import signal
-import sys
-import time
-from pathlib import Path
-from typing import Any
-
-import jax
-import numpy as np
-import optax
-from jax.sharding import SingleDeviceSharding
-
 try:
-    import matplotlib
+    import argparse
+    import dataclasses
+    import math
+    import os
+    import signal
+    import sys
+    import time
+    from collections.abc import Callable
+    from functools import cached_property, partial
+    from typing import Any
+
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from _finetune import arguments, memory, output
+    from _finetune.setup import Setup, make_setup
     from _gpt.arguments import (
         INTERRUPTED,
         OUT_OF_MEMORY,
         allow_pinned_memory,
-        compute_dtype,
         is_out_of_memory,
         out_of_memory_message,
-        positive,
+        progress_bar,
     )
     from _gpt.train import check_implementation
     from _llama import huggingface
-    from _llama.config import FULL, NONE, PLAIN, Settings
-    from _llama.finetuning import Program, make_program
-    from _llama.model import Lora, joined
-    from _llama.optimizer import NAMES, RATE_FACTORS
-    from _llama.texts import Rows, Texts, batch_rows, packed
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from _llama.config import PLAIN, SPLIT, Settings
+    from _llama.model import Llama, Packed, joined, part
+    from _llama.optimizer import weights_dtype
+    from _llama.texts import Rows, Texts, batch_rows
+    from _llama.train import offloaded, released
+    from jax.sharding import SingleDeviceSharding
+
+    import optax_lowmem as lowmem
+    from optax_lowmem import checkpoint
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"finetune.py needs {error.name}: pip install '.[examples,checkpoint]' in the clone"
     ) from None
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
-import optax_lowmem as lowmem
-from optax_lowmem import checkpoint, memory, plan
-
-SCHEDULES = ("cosine", "linear", "constant")
-# what a resumed run may change
-_FREE = ("offload", "resume", "until", "save_every", "micro_batch", "budget", "prompt", "tokens",
-         "temperature", "implementation", "dtype", "out")  # fmt: skip
+_MOST_SKIPPED = 10  # steps in succession
+_LESS = "a shorter --sequence, --release, or --lora q_proj,v_proj (the least)"
+say = partial(print, flush=True)
+parse_arguments = partial(arguments.parse_arguments, __doc__)
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+# ---- the training step ---------------------------------------------------------------------------
+
+
+def make_step(
+    model: Llama, tx: Any, settings: Settings, skip_nonfinite: bool = False
+) -> Callable[..., tuple[Any, Any, jax.Array, jax.Array]]:
+    """Return the training step.
+
+    Its arguments are trained weights, frozen weights, state and a batch; its results are trained
+    weights and state, in the memory of the arguments, the loss and the norm of the gradient.
+    """
+    if settings.release:
+        return _released(model, tx, settings)
+    of_sum = "float32" if settings.optimizer in (PLAIN, SPLIT) else "bfloat16"
+    implementation = None if settings.implementation == "auto" else settings.implementation
+
+    def step(trained: Any, frozen: Any, state: Any, batch: Packed) -> tuple[Any, ...]:
+        def loss_fn(trained: Any, batch: Packed) -> jax.Array:
+            return model(joined(trained, frozen), batch)
+
+        value_and_grad = lowmem.value_and_grad(loss_fn, settings.accumulate, dtype=of_sum)
+        loss, grads = value_and_grad(trained, batch, batch.tokens.sum())
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+
+        def update() -> tuple[Any, Any]:
+            return lowmem.step(tx, grads, state, trained, implementation=implementation)
+
+        if skip_nonfinite:
+            is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            return *jax.lax.cond(is_finite, update, lambda: (trained, state)), loss, norm
+        return *update(), loss, norm
+
+    return step
+
+
+def _released(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
+    """Return the step that updates each layer in the backward pass; its norm is NaN."""
+    take_step = released(model, tx, settings, {})
+
+    def step(trained: Any, frozen: Any, state: Any, batch: Packed) -> tuple[Any, ...]:
+        del frozen
+        trained, state, loss = take_step(trained, state, batch)
+        return trained, state, loss, jnp.float32(jnp.nan)
+
+    if settings.offload:
+        step.compile = take_step.compile
+    return step
+
+
+def start(setup: Setup, weights: Any) -> tuple[Any, Any, Any]:
+    """Return trained weights, frozen weights and the optimizer's state."""
+    model, tx = setup.model, setup.tx
+    if model.lora is None:
+        trained = part(weights, lambda path: not setup.is_frozen(path))
+        frozen = part(weights, setup.is_frozen)
+    else:
+        trained, frozen = model.adapters(jax.random.key(setup.settings.seed)), weights
+    if setup.is_bf16 and model.lora is None:  # lowmem.init would copy weights that need no split
+        return trained, frozen, None if setup.settings.offload else tx.init(trained)
+    trained, state = lowmem.init(
+        tx, trained, lambda path, leaf: weights_dtype(setup.settings, path)
     )
-    add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="FOLDER", help="of Hugging Face")
-    add("--data", type=Path, required=True, metavar="FILE", help="JSON lines")
-    add("--validation", type=Path, metavar="FILE", help="JSON lines; default: a part of --data")
-    add("--held-out", type=float, default=0.05, help="that part (0.05)")
-    add("--out", type=Path, default=Path("finetuned"), metavar="DIR", help="(finetuned)")
-    add("--optimizer", choices=NAMES, default="flash_adamw", metavar="NAME",
-        help=f"{', '.join(NAMES)} (flash_adamw)")  # fmt: skip
-    add("--lr", type=float, help="peak learning rate (AdamW: 1e-5, of adapters 2e-4)")
-    add("--schedule", choices=SCHEDULES, default="cosine", help="after the warm-up (cosine)")
-    add("--warmup", type=float, default=0.03, help="part of the steps (0.03)")
-    add("--weight-decay", type=float, default=0.0, help="(0)")
-    add("--clip", type=float,
-        help="global norm of gradients (1; with --release, where it takes a second backward pass: "
-        "none)")  # fmt: skip
-    add("--epochs", type=float, default=1.0, help="passes over the data (1)")
-    add("--steps", type=positive, help="instead of --epochs")
-    add("--sequence", type=positive, default=1024, help="tokens in a row (1024)")
-    add("--batch", type=positive, default=8, help="rows in a step (8)")
-    add("--micro-batch", type=positive, metavar="N",
-        help="rows whose activations exist at once; default: what --budget allows")  # fmt: skip
-    add("--budget", metavar="SIZE",
-        help="memory of the device, such as 24GiB; default: what JAX may use")  # fmt: skip
-    add("--release", action="store_true",
-        help="update each layer inside the backward pass, for less memory")  # fmt: skip
-    add("--offload", action="store_true",
-        help="--release with the optimizer's state in host memory, copied layer by layer, and "
-        "micro-batches of one row")  # fmt: skip
-    add("--lora", metavar="NAMES", help="train adapters of these matrices: q_proj,v_proj")
-    add("--rank", type=positive, default=16, help="of adapters (16)")
-    add("--alpha", type=float, help="of adapters (twice the rank)")
-    add("--freeze", metavar="PATTERN",
-        help="regular expression on paths such as layers/0/mlp/up_proj/kernel")  # fmt: skip
-    add("--evaluate-every", type=positive, default=50, metavar="N", help="steps (50)")
-    add("--save-every", type=positive, metavar="N", help="steps between checkpoints")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    add("--until", type=positive, metavar="STEP", help="stop here, to resume later")
-    add("--prompt", action="append", default=[], help="generate from it before and after training")
-    add("--tokens", type=positive, default=64, help="to generate (64)")
-    add("--temperature", type=float, default=0.0, help="of generation; 0: the likeliest (0)")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model written")
-    add("--compute", choices=("auto", "float32", "bfloat16"), default="auto", help="(auto)")
-    add("--implementation", default="auto", metavar="NAME", help="of lowmem.step (auto)")
-    add("--seed", type=int, default=0)
-    args = parser.parse_args(arguments)
-    args.release |= args.offload
-    args.alpha = 2.0 * args.rank if args.alpha is None else args.alpha
-    if args.lr is None:
-        args.lr = (2e-4 if args.lora else 1e-5) * RATE_FACTORS.get(args.optimizer, 1.0)
-    if args.clip is None:
-        args.clip = 0.0 if args.release else 1.0
-    for other in ("lora", "freeze"):
-        if args.release and getattr(args, other):
-            parser.error(f"--release and --{other}: leave out one of them")
-    if args.release and args.optimizer == PLAIN:
-        parser.error(f"--release takes an optimizer of optax_lowmem, not {PLAIN}")
-    if args.offload and args.dtype == "float32":
-        parser.error("--offload and --dtype float32: leave out one of them")
-    if args.lora and args.freeze:
-        parser.error("--lora and --freeze: adapters freeze all weights; leave out one of them")
-    return args
+    return trained, frozen, state
 
 
-# ---- memory --------------------------------------------------------------------------------------
+def compile_step(setup: Setup, micro_batches: int) -> Any:
+    """Compile the step, from shapes."""
+    settings = dataclasses.replace(setup.settings, accumulate=micro_batches)
+    step = make_step(setup.model, setup.tx, settings, setup.args.skip_nonfinite)
+    like = jax.eval_shape(partial(start, setup), setup.weights)
+    if not settings.offload:
+        return jax.jit(step, donate_argnums=(0, 2)).lower(*like, setup.batch).compile()
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    trained = jax.tree.map(lambda w: w.update(sharding=here), like[0])
+    step.compile(trained, offloaded(setup.model, setup.tx, settings)(trained, None), setup.batch)
+    return step
 
 
-def planned(args: argparse.Namespace, budget: int, accumulate: bool = False) -> memory.Plan:
-    """The plan of the run's model."""
-    sizes = plan.decoder(huggingface.read_config(args.model))
-    lora = (tuple((args.lora or "q_proj,v_proj").split(",")), args.rank)
-    return plan.plan_decoder(sizes, args.optimizer, budget, args.sequence, lora, accumulate)
+def fit(setup: Setup, rows: int | None) -> tuple[int, Any]:
+    """Return the number of micro-batches and the compiled step.
 
+    Args:
+      setup: of the run.
+      rows: of a micro-batch; None: the most that there is memory for.
 
-def micro_batch(args: argparse.Namespace) -> int:
-    """The largest part of a batch that fits the budget; ends the program where none does."""
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    limit = limit and int(0.95 * limit)  # for the error of the plan
-    if args.budget:
-        limit = int(plan.USABLE * plan.bytes_of(args.budget))
-    if args.offload:
-        return args.micro_batch or 1
-    if args.micro_batch or limit is None or args.optimizer not in lowmem.OPTIMIZERS:
-        return args.micro_batch or args.batch
-    name = "lora" if args.lora else "release" if args.release else "resident"
-    for accumulate in (False, True):
-        for mode in planned(args, limit, accumulate).modes:
-            if mode.name == name and mode.batch >= (1 if accumulate else args.batch):
-                rows = range(min(mode.batch, args.batch), 0, -1)
-                return next(n for n in rows if args.batch % n == 0)
-    raise SystemExit(f"--batch {args.batch} does not fit.\n{advice(args, limit)}")
-
-
-def advice(args: argparse.Namespace, limit: int) -> str:
-    """The plan, and the nearest configuration that fits."""
-    found = planned(args, limit)
-    best = found.best
-    if best is None:
-        return f"{found}\nNothing fits: shorten --sequence, or choose a smaller model."
-    flags = {
-        "release": "--release ",
-        "offload": "--offload ",
-        "lora": f"--lora {args.lora or 'q_proj,v_proj'} ",
-    }
-    return f"{found}\nThis fits: {flags.get(best.name, '')}--batch {min(best.batch, args.batch)}"
+    Raises:
+      ValueError: if there is no memory for one row.
+    """
+    args, batch = setup.args, setup.settings.batch
+    numbers = [n for n in range(1, batch + 1) if batch % n == 0]
+    if args.release or rows:
+        numbers = [batch // (rows or (1 if args.offload else batch))]
+    if args.offload or (rows and not args.budget):
+        return numbers[0], compile_step(setup, numbers[0])
+    limit = memory.limit_bytes(args.budget)
+    number, step, size = memory.step_that_fits(partial(compile_step, setup), numbers, limit)
+    if number is None:
+        raise ValueError(
+            f"--batch {batch} --micro-batch {batch // numbers[-1]} needs {size / memory.GIB:.2f} "
+            f"GiB, and {limit / memory.GIB:.2f} GiB may be used. These need less: {_LESS}"
+        )
+    return number, step
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -185,281 +173,282 @@ def advice(args: argparse.Namespace, limit: int) -> str:
 
 @dataclasses.dataclass
 class Run:
-    """A run under way."""
+    """A run under way.
 
-    args: argparse.Namespace
-    program: Program
-    schedule: optax.Schedule
+    Attributes:
+      setup: its model and optimizer.
+      texts: the tokenizer.
+      rows: to train on.
+      held_out: to evaluate on.
+      take_step: the compiled step.
+      micro_batches: of a step.
+      total: rows that all steps together take.
+      trained: weights.
+      frozen: weights.
+      state: of the optimizer.
+      step: number of steps taken.
+      skipped: number of these that changed nothing.
+    """
+
+    setup: Setup
+    texts: Texts
     rows: Rows
     held_out: Rows
+    take_step: Any
+    micro_batches: int
+    total: int
     trained: Any
     frozen: Any
     state: Any
     step: int
+    skipped: int = 0
+    in_succession: int = 0
 
     @property
-    def checkpoints(self) -> Path:
-        return self.args.out / "checkpoints"
+    def args(self) -> argparse.Namespace:
+        """The command line."""
+        return self.setup.args
 
-    def save(self) -> None:
-        """Save a checkpoint; the two newest are kept."""
-        if checkpoint.latest_step(self.checkpoints) != self.step:
-            checkpoint.save(
-                self.checkpoints, self.program.tx, self.trained, self.state, self.step, keep=2
-            )
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.setup.settings.steps
 
     def log(self, **row: Any) -> None:
         """Append a line to the log."""
-        with (self.args.out / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": self.step, **row}) + "\n")
+        output.log(self.args.out, step=self.step, **row)
 
-    def evaluate(self) -> None:
-        """Log the mean loss of the held-out rows."""
-        batch = max(self.args.batch // self.program.accumulate, 1)
-        loss = self.program.held_out_loss(self.trained, self.frozen, self.held_out, batch)
-        self.log(validation_loss=loss)
+    def save(self) -> None:
+        """Save a checkpoint; the two newest are kept."""
+        folder, tx = self.args.out / output.CHECKPOINTS, self.setup.tx
+        if checkpoint.latest_step(folder) == self.step:
+            return
+        with output.one_error(f"the checkpoint of step {self.step} was not saved in {folder}"):
+            checkpoint.save(folder, tx, self.trained, self.state, self.step, keep=2)
 
-    def advance(self) -> float:
-        """Take a step, log it, and return its loss."""
-        begin = time.perf_counter()
-        some = self.rows[batch_rows(len(self.rows), self.args.batch, self.args.seed, self.step)]
-        self.trained, self.state, loss, norm = self.program.step(
-            self.trained, self.frozen, self.state, self.program.batch(some)
+    def batch(self) -> Packed:
+        """Return the rows of the next step; the loss of a micro-batch is its share of the mean."""
+        rows = batch_rows(self.rows, self.args.batch, self.args.seed, self.step, self.total)
+        weights = rows.weights * (self.micro_batches / max(rows.weights.sum(), 1))
+        return jax.device_put(Packed(rows.tokens, rows.segments, weights))
+
+    def advance(self) -> dict[str, Any]:
+        """Take a step; return its line of the log."""
+        begin, batch = time.perf_counter(), self.batch()
+        self.trained, self.state, *results = self.take_step(
+            self.trained, self.frozen, self.state, batch
         )
-        loss, norm = float(loss), float(norm)
-        rate = float(self.schedule(self.step))
+        loss, norm = map(float, results)
+        rate = float(self.setup.schedule(self.step - self.skipped))
         self.step += 1
         seconds = time.perf_counter() - begin
-        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-        self.log(
-            loss=loss, learning_rate=rate, gradient_norm=None if np.isnan(norm) else norm,
-            seconds=seconds, tokens_per_s=some.tokens[:, 1:].size / seconds, peak_bytes=peak,
-        )  # fmt: skip
+        row = {
+            "loss": loss, "learning_rate": rate, "gradient_norm": norm, "seconds": seconds,
+            "tokens_per_s": self.args.batch * self.args.sequence / seconds,
+            "peak_bytes": memory.used_bytes(),
+        }  # fmt: skip
+        is_finite = math.isfinite(loss) and (self.args.release or math.isfinite(norm))
+        self.in_succession = 0 if is_finite else self.in_succession + 1
+        if not is_finite:
+            row["skipped"] = True
+            self.skipped += 1
+        self.log(**row)
+        most = _MOST_SKIPPED if self.args.skip_nonfinite else 0
+        if self.in_succession > most:
+            raise ValueError(self._why_not_finite(loss, norm, rate))
+        return row
+
+    def _why_not_finite(self, loss: float, norm: float, rate: float) -> str:
+        """Describe a step whose loss or gradient is not finite, and its likely cause."""
+        where = f"step {self.step}: the loss is {loss}, and the norm of the gradient {norm}"
+        if self.step == self.skipped and not math.isfinite(loss):
+            tensors = huggingface.tensors_of(self.args.model).items()
+            wrong = [n for n, t in tensors if not np.isfinite(t.read().astype(np.float32)).all()]
+            cause = "No weight has changed yet; " + (
+                f"{wrong[0]} of {self.args.model} is not finite"
+                if wrong
+                else "try --compute float32"
+            )
+        elif math.isfinite(loss):
+            cause = "The backward pass overflows: try --compute float32, or a lower --lr"
+        else:
+            cause = (
+                f"The learning rate, {rate:.3g} here, is likely too high: begin again with a lower "
+                "--lr, or a longer --warmup, and another --out"
+            )
+        more = "" if self.args.skip_nonfinite else ". --skip-nonfinite skips such steps"
+        return f"{where}. {cause}{more}. No model was written"
+
+    def evaluate(self) -> float:
+        """Return the mean loss of the held-out rows, and log it."""
+        total, rows = 0.0, self.held_out
+        size = min(self.args.batch // self.micro_batches, len(rows))
+        for at in range(0, len(rows), size):
+            numbers = np.arange(at, at + size)
+            some = rows[numbers % len(rows)]
+            weights = some.weights * (numbers < len(rows))[:, None]
+            batch = Packed(some.tokens, some.segments, weights)
+            total += float(self.held_out_loss(self.trained, self.frozen, batch))
+        loss = total / max(float(rows.weights.sum()), 1.0)
+        self.log(validation_loss=loss)
         return loss
 
-
-def make_schedule(args: argparse.Namespace, steps: int) -> optax.Schedule:
-    warmup = max(1, round(args.warmup * steps))
-    rest = max(steps - warmup, 1)
-    after = {
-        "cosine": optax.cosine_decay_schedule(args.lr, rest),
-        "linear": optax.linear_schedule(args.lr, 0.0, rest),
-        "constant": optax.constant_schedule(args.lr),
-    }[args.schedule]
-    rising = optax.linear_schedule(args.lr / warmup, args.lr, warmup)
-    return optax.join_schedules([rising, after], [warmup])
+    @cached_property
+    def held_out_loss(self) -> Callable[..., jax.Array]:
+        """(trained, frozen, batch) -> the weighted sum of losses."""
+        model = self.setup.model
+        return jax.jit(lambda trained, frozen, batch: model(joined(trained, frozen), batch))
 
 
-def begin(args: argparse.Namespace) -> int:
-    """The step to go on from; ends the program where the folder has another run."""
-    described = {k: str(v) for k, v in vars(args).items() if k not in _FREE}
-    file, folder = args.out / "run.json", args.out / "checkpoints"
-    step = checkpoint.latest_step(folder) if folder.exists() else None
-    if step is None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "log.jsonl").unlink(missing_ok=True)
-        file.write_text(json.dumps(described, indent=1), "utf-8")
-        return 0
-    if not args.resume:
-        raise SystemExit(f"{args.out} has a run at step {step}: add --resume, or another --out")
-    saved = json.loads(file.read_text("utf-8"))
-    unlike = [name for name in described if saved.get(name) != described[name]]
-    if unlike:
-        name = unlike[0]
-        raise SystemExit(
-            f"{args.out} has a run with {name} {saved.get(name)}, not {described[name]}: resume it "
-            "with the flags that it was begun with"
-        )
-    log = args.out / "log.jsonl"  # without the steps after the checkpoint, which are taken anew
-    lines = log.read_text("utf-8").splitlines(keepends=True)
-    log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), "utf-8")
-    return step
-
-
-def prepare(args: argparse.Namespace, texts: Texts) -> Run:
-    """Read data and model, and restore the checkpoint."""
-    first = begin(args)
-    rows = packed(texts.read(args.data), args.sequence)
+def read_rows(args: argparse.Namespace, texts: Texts) -> tuple[Rows, Rows]:
+    """Return the rows to train on and the held-out ones."""
+    data, held_out = texts.read(args.data, args.sequence), None
     if args.validation:
-        held_out = packed(texts.read(args.validation), args.sequence)
+        held_out = texts.read(args.validation, args.sequence)
+    elif args.held_out:
+        data, held_out = data.split(args.held_out, args.seed)
+    say("\n".join(str(one) for one in (data, held_out) if one))
+    return data.rows, held_out.rows if held_out else data.rows[:0]
+
+
+def prepare(args: argparse.Namespace) -> Run:
+    """Read data and model, compile the step, and start or restore the run."""
+    if args.offload:
+        allow_pinned_memory()
+    check_implementation(args.implementation)
+    if not args.model.is_dir():
+        raise ValueError(
+            f"--model {args.model} is no folder: download a model of huggingface.co into one, with "
+            "`hf download NAME --local-dir FOLDER`"
+        )
+    first, of_run = output.begin(args)
+    shape = huggingface.read_shape(args.model, say)
+    texts = Texts(args.model, shape.vocab)
+    rows, held_out = read_rows(args, texts)
+    total = args.steps * args.batch if args.steps else max(1, round(args.epochs * len(rows)))
+    setup = make_setup(args, shape, -(-total // args.batch))
+    micro_batches, step = fit(setup, args.micro_batch or of_run)
+    weights = huggingface.load(args.model, setup.model, setup.dtype)
+    trained, frozen, state = start(setup, weights)
+    del weights
+    moved = offloaded(setup.model, setup.tx, setup.settings)
+    if first == 0:
+        output.write_run(args, args.batch // micro_batches)
+        state = moved(trained, state)
     else:
-        order = np.random.default_rng(args.seed).permutation(len(rows))
-        number = max(1, round(args.held_out * len(rows)))
-        held_out, rows = rows[order[:number]], rows[order[number:]]
-    if not len(rows):
-        raise SystemExit(f"{args.data} has one row of {args.sequence} tokens: pass --validation")
-    steps = args.steps or max(1, round(args.epochs * len(rows) / args.batch))
-    args.steps = steps
-    small = micro_batch(args)
-    if args.batch % small:
-        raise SystemExit(f"--batch {args.batch} is no multiple of --micro-batch {small}")
-    settings = Settings(
-        preset=args.model.name,
-        optimizer=args.optimizer,
-        shape=huggingface.shape_of(huggingface.read_config(args.model)),
-        sequence=args.sequence,
-        batch=args.batch,
-        steps=steps,
-        learning_rate=args.lr,
-        text=str(args.data),
-        remat=NONE if jax.default_backend() == "cpu" else FULL,
-        compute=compute_dtype(args.compute),
-        seed=args.seed,
-        clip=args.clip,
-        implementation=args.implementation,
-        release=args.release,
-        offload="pinned_host" if args.offload else None,
-        accumulate=args.batch // small,
-    )
-    lora = Lora(tuple(args.lora.split(",")), args.rank, args.alpha) if args.lora else None
-    schedule = make_schedule(args, steps)
-    program = make_program(args.model, settings, schedule, args.weight_decay, lora, args.freeze)
-    program.compile(program.batch(rows[batch_rows(len(rows), args.batch, args.seed, first)]))
-    trained, frozen, state = program.start()
-    if first:
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), trained)
         del trained, state
-        places = None
-        if args.offload:
-            places = SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
-        trained, state = checkpoint.restore(
-            args.out / "checkpoints", program.tx, like, step=first, shardings=places
-        )
-        state = program.moved(trained, state)
-    return Run(args, program, schedule, rows, held_out, trained, frozen, state, first)
+        here, folder = jax.local_devices()[0], args.out / output.CHECKPOINTS
+        places = SingleDeviceSharding(here, memory_kind="pinned_host") if args.offload else None
+        trained, state = checkpoint.restore(folder, setup.tx, like, step=first, shardings=places)
+        state = moved(trained, state)
+    report = lowmem.memory.report(setup.tx, trained)
+    say(
+        f"{args.model.name}: {report.parameters / 1e6:,.1f}M trained parameters, {args.optimizer}, "
+        f"{setup.settings.steps} steps of {args.batch} rows, {args.batch // micro_batches} at once"
+    )
+    skipped = output.cut_log(args.out, first) if first else 0
+    return Run(
+        setup, texts, rows, held_out, step, micro_batches, total, trained, frozen, state, first,
+        skipped,
+    )  # fmt: skip
 
 
-class Signals:
-    """Requests to save or stop, which take effect after the step that is under way."""
-
-    def __init__(self) -> None:
-        self.save = self.stop = False
-
-    def __enter__(self) -> Signals:
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        self.before = {number: signal.signal(number, self._received) for number in numbers}
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for number, handler in self.before.items():
+def train(run: Run) -> None:
+    """Take the steps, evaluating, saving and showing; signals take effect after a step."""
+    received: set[int] = set()
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = {n: signal.signal(n, lambda number, frame: received.add(number)) for n in numbers}
+    try:
+        with progress_bar("steps", disable=not sys.stdout.isatty()) as progress:
+            take_steps(run, progress, received)
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
-    def _received(self, number: int, frame: Any) -> None:
-        self.save = True
-        self.stop |= number != signal.SIGUSR1
 
+def take_steps(run: Run, progress: Any, received: set[int]) -> None:
+    """Take the steps; raise KeyboardInterrupt, with a checkpoint saved, if a signal says so."""
+    args, last = run.args, min(run.args.until or run.steps, run.steps)
+    task = progress.add_task("", total=last, completed=run.step, now="")
 
-def train(run: Run, console: Console) -> None:
-    """Take the steps, evaluating, saving and showing."""
-    args = run.args
-    last = min(args.until or args.steps, args.steps)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-               TextColumn("{task.fields[now]}"))  # fmt: skip
+    def evaluate() -> None:
+        if len(run.held_out):
+            say(f"step {run.step}/{run.steps}  held-out loss {run.evaluate():.4f}")
+
     if run.step == 0:
-        run.evaluate()
-    with Signals() as signals, Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=last, completed=run.step, now="")
-        while run.step < last:
-            loss = run.advance()
-            progress.update(task, completed=run.step, now=f"loss {loss:.4f}")
-            if run.step % args.evaluate_every == 0 or run.step == args.steps:
-                run.evaluate()
-            due = args.save_every and run.step % args.save_every == 0
-            if due or signals.save or run.step == last:
-                run.save()
-                signals.save = False
-            if signals.stop:
-                print(f"stopped; continue from step {run.step} with --resume", file=sys.stderr)
-                raise SystemExit(INTERRUPTED)
+        evaluate()
+    while run.step < last:
+        row = run.advance()
+        now = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s"
+        progress.update(task, completed=run.step, now=now)
+        if run.step % args.print_every == 0 or run.step in (1, last) or "skipped" in row:
+            now += f"  {row['peak_bytes'] / memory.GIB:.2f} GiB"
+            say(f"step {run.step}/{run.steps}  {now}{'  skipped' * row.get('skipped', False)}")
+        if run.step % args.evaluate_every == 0 or run.step == run.steps:
+            evaluate()
+        due = args.save_every and run.step % args.save_every == 0
+        if due or received or run.step == last:
+            run.save()
+        if received - {signal.SIGUSR1}:
+            raise KeyboardInterrupt
+        received.clear()
 
 
-def generate(run: Run, texts: Texts, console: Console) -> None:
-    """Show what the model makes of the prompts."""
+def generate(run: Run) -> None:
+    """Print what the model generates from the prompts."""
     args = run.args
-    continued = jax.jit(run.program.model.generate, static_argnums=(2, 4))
+    continued = jax.jit(run.setup.model.generate, static_argnums=(2, 4))
     params = joined(run.trained, run.frozen) if args.prompt else None
     for prompt in args.prompt:
-        ids = texts.prompt(prompt)
+        ids = run.texts.encode(prompt)
         tokens = continued(
             params, np.array([ids]), args.tokens, jax.random.key(args.seed), args.temperature
         )
-        answer = texts.continued(np.asarray(tokens)[0].tolist(), len(ids))
-        console.print(f"{prompt!r}, after {run.step} steps:\n{answer}", markup=False)
+        answer = run.texts.decode(np.asarray(tokens)[0, len(ids) :].tolist())
+        say(f"{prompt!r}, after {run.step} steps:\n{answer}")
         run.log(prompt=prompt, answer=answer)
 
 
 def export(run: Run) -> None:
-    """Write the model, and its adapters where it has some."""
-    args, model = run.args, run.program.model
-    trained = run.trained
-    if args.dtype == "float32" or model.lora is not None:
+    """Write the model, and its adapters if it has some."""
+    args, model, trained = run.args, run.setup.model, run.trained
+    if not args.offload and (model.lora or args.dtype == "float32" or not run.setup.is_bf16):
         trained = lowmem.master_params(trained, run.state)
     if model.lora is not None:
-        huggingface.save_adapters(args.out / "adapter", str(args.model), model, trained)
-    params = model.merged(joined(trained, run.frozen))
-    huggingface.save(args.out / "model", args.model, model, params, args.dtype)
-
-
-def draw(out: Path) -> None:
-    """Plot the losses of the log, and write them for TensorBoard where that is installed."""
-    rows = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, label in (("loss", "training"), ("validation_loss", "held out")):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        axes.plot(*zip(*points, strict=True), label=label)
-    axes.set(xlabel="step", ylabel="loss, nats per token")
-    axes.legend()
-    figure.savefig(out / "loss.png", dpi=150)
-    plt.close(figure)
-    try:
-        from tensorboardX import SummaryWriter
-    except ModuleNotFoundError:
-        return
-    shutil.rmtree(out / "tensorboard", ignore_errors=True)
-    with SummaryWriter(str(out / "tensorboard")) as writer:
-        for row in rows:
-            for name, value in row.items():
-                if name != "step" and isinstance(value, float):
-                    writer.add_scalar(name, value, row["step"])
+        huggingface.save_adapters(args.out / output.ADAPTER, args.model, model, trained)
+    huggingface.save(args.out / output.MODEL, args.model, model, trained, args.dtype)
 
 
 def main(arguments: list[str] | None = None) -> Run:
     # by default JAX takes three quarters of a GPU, too little for what would fit
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")
-    args, console = parse_arguments(arguments), Console()
-    if args.offload:
-        allow_pinned_memory()
-    check_implementation(args.implementation)
+    args, run = parse_arguments(arguments), None
     try:
-        texts = Texts(args.model)
-        run = prepare(args, texts)
-        report = memory.report(run.program.tx, run.trained)
-        console.print(
-            f"{args.model.name}: {report.parameters / 1e6:,.1f}M trained parameters, "
-            f"{args.optimizer}, {len(run.rows)} rows of {args.sequence} tokens, {args.steps} steps "
-            f"of {args.batch} rows in {run.program.accumulate} micro-batches",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        run = prepare(args)
         if run.step == 0:
-            generate(run, texts, console)
-        train(run, console)
+            generate(run)
+        train(run)
+        if run.step == run.steps:
+            generate(run)
+            export(run)
+        output.draw(args.out, args.optimizer)
+        say(output.contents(args.out))
     except (OSError, ValueError, MemoryError) as error:
         raise SystemExit(str(error)) from None
+    except KeyboardInterrupt:
+        step = checkpoint.latest_step(args.out / output.CHECKPOINTS) if run else None
+        where = f"continue from step {step} with --resume" if step else "nothing was saved"
+        print(f"stopped; {where}", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-        told = advice(args, limit) if args.optimizer in lowmem.OPTIMIZERS else str(error)
-        message = out_of_memory_message(error, args.offload)
-        print(f"out of memory: {message}\n{told}", file=sys.stderr)
+        print(f"out of memory: {out_of_memory_message(error, args.offload)}", file=sys.stderr)
+        rows = args.batch // run.micro_batches if run else args.micro_batch or args.batch
+        fewer = f"--micro-batch {rows // 2} instead of {rows}, " if rows > 1 else ""
+        print(f"These need less: {fewer}{_LESS}", file=sys.stderr)
         raise SystemExit(OUT_OF_MEMORY) from None
-    if run.step == args.steps:
-        generate(run, texts, console)
-        export(run)
-    draw(args.out)
     return run
 
 

@@ -7,8 +7,6 @@ Both start from the same weights and see the same shifted images in the same ord
 results pair up by seed. A whole run is one jitted scan.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable
@@ -19,10 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _gpt.arguments import add_common, compute_dtype, positive
+from _gpt.arguments import (
+    add_common,
+    compute_dtype,
+    positive,
+    progress_bar,
+    records_of_examples,
+)
 from _gpt.config import matrices
-from _gpt.records import recorded_as
-from _gpt.records import stored as records
 from _gpt.report import LABELS, device_name, mean_and_error
 from _gpt.train import (
     F32,
@@ -34,13 +36,7 @@ from _gpt.train import (
 )
 from flax import linen as nn
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import Progress
 from rich.table import Table
 
 import optax_lowmem as lowmem
@@ -172,6 +168,8 @@ def append(runs: dict[str, list[dict[str, float]]], args: argparse.Namespace) ->
     changed = "" if args.steps == STEPS else f" steps={args.steps}"
     case = f"digits-convnet{changed}/sgd"
     flags = {"steps": args.steps, "batch": args.batch, "compute": args.compute}
+    example_records = records_of_examples()
+    records, recorded_as = example_records.records, example_records.recorded_as
     rows = [
         records.record("train", case, recorded_as(impl, args.implementation), metric, one[metric],
                        unit, seed=args.seed + index,
@@ -214,8 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
     args.compute = compute_dtype(args.compute)
     check_implementation(args.implementation)
     console, digits, begin = Console(), load(), time.perf_counter()
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("runs; {task.fields[now]}")
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    with progress_bar("runs", console=console) as progress:
         task = progress.add_task("", total=2 * args.seeds, now="")
         runs = {impl: train(impl, digits, args, progress, task) for impl in (F32, LOWMEM)}
     if args.record:

@@ -10,8 +10,6 @@ results go to a folder (`--out`): a picture, the numbers as JSON, and the tokeni
 trained.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json
@@ -20,23 +18,18 @@ from pathlib import Path
 from typing import Any
 
 try:
-    from _gpt import data, figure, records, report, train
+    from _gpt import data, figure, report, train
     from _gpt.arguments import (
         add_common,
         compute_dtype,
         positive,
         preset_values,
+        progress_bar,
         rate_factors,
+        records_of_examples,
     )
     from _gpt.config import OPTIMIZERS, PRESETS, Settings
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"train_gpt.py needs {error.name}: pip install '.[examples]' in the clone"
@@ -119,21 +112,14 @@ def train_seed(
 ) -> dict[str, Any]:
     """Trains with one seed and returns each run's numbers."""
     runs = {impl: train.Run(program, seed) for impl, program in programs.items()}
-    columns = (
-        TextColumn(f"seed {seed}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[losses]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=settings.steps, losses="")
+    with progress_bar(f"seed {seed}", console=console) as progress:
+        task = progress.add_task("", total=settings.steps, now="")
         shown = 1
         for done in train.train(runs, settings, tokens, seed):
             losses = "  ".join(
                 f"{report.LABELS[i]} {r.train_loss[-1]:.3f}" for i, r in runs.items()
             )
-            progress.update(task, completed=done, losses=losses)
+            progress.update(task, completed=done, now=losses)
             if len(next(iter(runs.values())).val_loss) > shown:
                 shown += 1
                 held = "   ".join(
@@ -167,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     for seed in range(args.seed, args.seed + args.seeds):
         by_seed[seed] = train_seed(settings, tokens, seed, programs, console)
         if args.record:  # at once: a later seed may be cut off
-            records.append(settings, about, seed, by_seed[seed], args.record)
+            records_of_examples().append_gpt(settings, about, seed, by_seed[seed], args.record)
     result = report.summarise(settings, about, by_seed, time.perf_counter() - start)
     console.print(report.table(result))
     if args.only == "both":

@@ -13,8 +13,6 @@ is downloaded. A batch depends on the seed and the step alone: a resumed run goe
 not been stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json
@@ -37,7 +35,9 @@ try:
         out_of_memory_message,
         positive,
         preset_values,
+        progress_bar,
         rate_factors,
+        records_of_examples,
     )
     from _gpt.data import TEXTS
     from _gpt.train import check_implementation
@@ -61,13 +61,6 @@ try:
     )
     from _llama.optimizer import NAMES, RATE_FACTORS
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"train_llama.py needs {error.name}: pip install '.[examples]' in the clone"
@@ -152,9 +145,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--log", type=Path, metavar="FILE", help="append each step's loss (JSON lines)")
     add("--cache", type=Path, default=Path("demo_output"), metavar="DIR",
         help="of the tokenizer that is trained for a text (default: demo_output)")  # fmt: skip
-    add("--account", action="store_true",
-        help="compile forward and backward alone too, and say what is beside; and the optimizer's "
-        "step, to take a few more of them at the end and say its share of the time")  # fmt: skip
     add("--memory-profile", type=Path, metavar="FILE",
         help="where to put a profile (pprof) of what lies on the device at the end")  # fmt: skip
     add_common(add)
@@ -218,8 +208,6 @@ def _check_release(args: argparse.Namespace) -> None:
         raise SystemExit(f"--release takes an optimizer of optax_lowmem, not {PLAIN}")
     if args.release and args.noise:
         raise SystemExit("--release and --noise: noise needs the steps of all layers in one call")
-    if args.offload and args.account:
-        raise SystemExit("--offload and --account: no program has the whole step; leave out one")
     if args.release and args.accumulate > 1 and not args.offload:
         raise SystemExit(
             "--release and --accumulate: the gradients that --release never holds would be added up"
@@ -244,13 +232,6 @@ def train_run(
     console: Console,
 ) -> None:
     """Takes the steps, showing, logging and saving."""
-    columns = (
-        TextColumn(settings.optimizer),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[now]}"),
-    )
     last = min(args.until or settings.steps, settings.steps)
     tokens = settings.batch * settings.sequence
 
@@ -258,7 +239,7 @@ def train_run(
         due = args.save_every and step % args.save_every == 0
         return bool(args.checkpoint and (due or step == last))
 
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(settings.optimizer, console=console) as progress:
         task = progress.add_task("", total=last, completed=run.step, now="")
         for _ in train.advance(run, program, batches, last, is_saved):
             now = f"loss {run.losses[-1]:.4f}  {tokens / run.step_s:,.0f} tokens/s"
@@ -289,9 +270,6 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
             program.compiled  # noqa: B018 (kept by the program)
         compile_s = time.perf_counter() - begin
         say(f"compiled in {compile_s:.1f} s")
-        if args.account:
-            found |= program.planned
-            say(report.planned(found))
         run = checkpoints.start_or_restore(args.checkpoint, program, first)
         if first:
             say(f"resumed at step {first}")
@@ -307,13 +285,12 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
         say(f"nothing to do: the run is at step {run.step} already")
     else:
         found |= train.measured(run, settings, program) | {"compile_s": compile_s}
-        if args.account and not settings.release:
-            found |= train.optimizer_share(run, program)
         say(f"{memory}\n{report.summary(found)}")
         if args.memory_profile:
             jax.profiler.save_device_memory_profile(args.memory_profile)
     if args.record and "fits" in found:
-        report.append(settings, program.settings, memory, found, args.record)
+        append = records_of_examples().append_llama
+        append(settings, program.settings, memory, found, args.record)
     return None if run is None else Result(run, program, found)
 
 

@@ -41,7 +41,6 @@ from optax_lowmem._src.wrappers.fuse import fuse_updates
 from optax_lowmem._src.wrappers.init import init
 from optax_lowmem._src.wrappers.inject import inject_hyperparams
 from optax_lowmem._src.wrappers.loss_scale import per_tensor_loss_scale
-from optax_lowmem._src.wrappers.pack import pack_small_leaves
 from optax_lowmem._src.wrappers.reset import reset
 from optax_lowmem._src.wrappers.slots import register_slot
 from optax_lowmem._src.wrappers.split import split_master_weights
@@ -85,7 +84,6 @@ __all__ = [
     "inject_hyperparams",
     "master_params",
     "memory",
-    "pack_small_leaves",
     "per_tensor_loss_scale",
     "q_adam_mini",
     "q_adamw",

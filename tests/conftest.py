@@ -10,6 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    header = f"python {platform.python_version()}, jax {jax.__version__}"
+    names = ("jax", "optax", "flax")
+    versions = [f"{name} {version(name)}" for name in names if importlib.util.find_spec(name)]
+    header = ", ".join([f"python {platform.python_version()}", *versions])
     sample = config.getoption("sample")
     return header if sample is None else f"{header}, sample {sample} of {SAMPLES} of the full tier"
 

@@ -16,11 +16,12 @@ from packaging.version import Version
 
 import optax_lowmem as lowmem
 from optax_lowmem._src.optimizers.record import name_of
-from tests import tolerances
+from tests import small_leaves, tolerances
 from tests.compilation import QUICK_COMPILE as QUICK_COMPILE
 from tests.tiers import rows
 
 POLICY = lowmem.Policy(min_size=32)
+FLASH = lowmem.flash_adamw(1e-3).engine.storage
 OLD_OPTAX = Version(optax.__version__) < Version("0.2.7")
 _MU, _NU = lowmem.codecs.softsign(), lowmem.codecs.sqrt()
 _ADAM = {"mu": _MU, "nu": _NU}
@@ -84,7 +85,7 @@ _OPTIONS: dict[str, tuple[float, dict[str, Any]]] = {
 
 def case_of(name: str) -> Case:
     """The case of an optimizer of the table."""
-    row = lowmem.OPTIMIZERS[name]
+    row = small_leaves.record(name)
     # an optimizer that comes new into the table is tested with its own defaults
     learning_rate, options = _OPTIONS.get(name, (row.learning_rate, {}))
     default = row.make(learning_rate).engine.storage
@@ -157,7 +158,7 @@ def _wraps(
 
 def _direction(make: Callable[..., Any]) -> Callable[[Any, Form], Any]:
     def chained(lr: Any, form: Form) -> optax.GradientTransformationExtraArgs:
-        direction = make(storage=form.storage(lowmem.Storage()))
+        direction = make(storage=form.storage(FLASH))
         return optax.chain(direction, optax.scale_by_learning_rate(lr))
 
     return chained
@@ -177,7 +178,7 @@ def _of_moments(wrap: Callable, plain: Callable) -> Callable[[Any, Form], Any]:
 # Our `scale_by_*` by name.
 DIRECTIONS = {
     name_of(record.scale_by): record.scale_by
-    for record in lowmem.OPTIMIZERS.values()
+    for record in map(small_leaves.record, lowmem.OPTIMIZERS)
     if record.scale_by is not None
 }
 # Every wrapper of ours, and the pieces: name -> (learning rate, form) -> transformation.
@@ -193,16 +194,13 @@ WRAPPERS: dict[str, Callable[[Any, Form], optax.GradientTransformationExtraArgs]
     ),
     "chain": _wraps(lambda tx: lowmem.chain(optax.clip_by_global_norm(1e3), tx)),
     "accumulate_gradients": _wraps(lambda tx: lowmem.accumulate_gradients(tx, 1)),
-    "pack_small_leaves": _wraps(lowmem.pack_small_leaves),
     "into moments": _wraps(lambda tx: lowmem.accumulate_gradients(tx, 1, "moments")),
     "track_master_ema": _wraps(lambda tx: lowmem.track_master_ema(tx, 0.9)),
     "per_tensor_loss_scale": _wraps(lambda tx: lowmem.per_tensor_loss_scale(tx, 1.0)),
     "inject_hyperparams": lambda lr, form: lowmem.inject_hyperparams(lowmem.flash_adamw)(
-        lr, storage=form.storage(lowmem.Storage())
+        lr, storage=form.storage(FLASH)
     ),
-    "flash_sgd plain": lambda lr, form: lowmem.flash_sgd(
-        lr, storage=form.storage(lowmem.Storage())
-    ),
+    "flash_sgd plain": lambda lr, form: lowmem.flash_sgd(lr, storage=form.storage(FLASH)),
     **{name: _direction(make) for name, make in DIRECTIONS.items()},
     "links": _links,
 }

@@ -33,7 +33,8 @@ OPTIMIZERS: dict[str, Callable[[lowmem.Storage], Any]] = {
 
 def storage(**options: Any) -> lowmem.Storage:
     """With flash_adamw's codecs in every optimizer, where they are not said."""
-    return dataclasses.replace(lowmem.Storage(policy=POLICY), **options)
+    flash = lowmem.flash_adamw(LEARNING_RATE).engine.storage
+    return dataclasses.replace(flash, policy=POLICY, **options)
 
 
 # op by op they would compile for seconds

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-SAMPLES = 4  # CI runs one of them: `--sample`
+SAMPLES = 8  # CI runs one of them: `--sample`
 
 
 def sample_of(node_id: str) -> int:

@@ -442,3 +442,19 @@ PLANNED = 0.05
 # half of one for the sum and half to store it; before that, in f32, 8 roundings by u of products
 # below 1/4, 2 u.
 MERGED_EPS = 1
+
+# -- seeds in one program (test_examples.py) -------------------------------------------------------
+# Loss of a convnet after three steps in f32 beside that of the same seed alone, where sums of up to
+# 576 terms may be in another order: 3 * sqrt(576) * 2^-24 = 4e-6. (Measured: equal.)
+SEEDS_TOGETHER = 1e-5
+
+# -- micro-batches in f32 (test_finetune.py) -------------------------------------------------------
+# Norm of the gradient of 4 rows of 95 tokens at once, over that of one row after another: sums of
+# 380 terms in another order, through ten products: 10 * sqrt(380) * 2^-24 = 1.2e-5.
+F32_SUM_ORDER = 2e-5
+
+# -- stored curves (test_training_suites.py) -------------------------------------------------------
+# The first losses and RMS of a run on a CPU beside those of an H100, which are stored in f16: half
+# an ulp each, 2^-11, and the H100's TF32 products, 2^-11 of an operand. First losses of other seeds
+# differ by 1 % or more.
+SPIKE_CURVES = 2.0**-9

@@ -50,7 +50,7 @@ def about(row: dict[str, Any]) -> str:
 
 
 def count(seeds: int) -> str:
-    return ONE_SEED if seeds == 1 else f"{seeds} seeds"
+    return ONE_SEED if seeds == 1 else f"{seeds:,} seeds"
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from benchmarks.claims import (
 from benchmarks.claims.equivalence import Margin
 from benchmarks.claims.findings import F32, OURS, PAPER, Trained, of_one_seed, over, percent
 from benchmarks.records import RESULTS, Rows, last, on_gpus, select
+from benchmarks.suites.digits import Together
 from benchmarks.suites.flashoptim.bench import BY_SIDE
 from benchmarks.suites.memory import PUBLISHED, VARIANTS
 
@@ -32,7 +33,6 @@ SHAPES, FILE = "llama-2-7b/adamw", "normal/adamw"
 # of 0.14 nats that curves show.
 ACCURACY, CURVES = Margin(0.1, "% of the accuracy"), Margin(1.0)
 DIGITS = "the digits that are printed"
-SMALL = f"0.35M weights, {ONE_SEED}"  # of the runs of `flashoptim`
 DIVERGES = 1.2  # times the baseline's loss
 RATIO = f"ratio ± {findings.STEP_SHARE:g}"
 BILLION = 7  # parameters of Llama-2-7B, as the paper rounds them
@@ -142,27 +142,6 @@ def exact_share(rows: Rows) -> Finding:
         used.append(side)
     text += f"{ours:.2f} % with our split on the bits"
     return judged(text, _agree(theirs, "99.92"), used)
-
-
-@measure
-def companding(rows: Rows, *cases: str, metric: str = "median_nmse", share: float = 1.0) -> Finding:
-    """Figure 4: whether companding lowers the NMSE of moments to under a share of the linear."""
-    texts, lower, used = [], True, []
-    for case in cases:
-        wanted = {"bench": "claims", "case": f"moments/{case}", "metric": metric}
-        (linear, companded), own = read(rows, "linear, paper", "companded, paper", **wanted)
-        texts.append(f"{case} {linear:.1e} → {companded:.1e}")
-        lower, used = lower and companded < share * linear, used + own
-    name = {"median_nmse": "median", "p95_nmse": "95th percentile"}[metric]
-    return judged(f"{name}: {'; '.join(texts)}", lower, used, SMALL)
-
-
-def divergence(rows: Rows) -> Finding:
-    wanted = {"bench": "claims", "case": "variance/adamw", "metric": "diverged"}
-    (linear, companded), used = read(rows, "linear, paper", "sqrt, paper", **wanted)
-    words = {True: "becomes NaN", False: "trains"}
-    text = f"linear {words[bool(linear)]}, companded {words[bool(companded)]}"
-    return judged(text, bool(linear) and not companded, used, SMALL)
 
 
 @measure
@@ -307,9 +286,9 @@ CLAIMS: tuple[Claim, ...] = (
             str(findings.MARGIN))
       for model, case in SHORT.items()),
     Claim("Table 2, SGD", "no loss: ImageNet accuracy 77.01 ± 0.02 → 77.16 ± 0.09 %",
-          Trained("digits-convnet/sgd", margin=ACCURACY, metric="val_accuracy")),
+          Together(margin=ACCURACY, metric="val_accuracy")),
     Claim("Figure 2b, SGD", "nearly identical loss curves",
-          Trained("digits-convnet/sgd", margin=CURVES)),
+          Together(margin=CURVES)),
     Claim("Table 3, the same text", "GPT-2 124M, 20,000 steps of 0.5M tokens of FineWeb",
           "needs FineWeb's 10 billion tokens and, at 0.4 million a second, 7 hours of a GPU a run"),
     Claim("Table 3, in-context learning", "AdamW 44.0 → 45.0, Lion 44.0 → 44.7 %",
@@ -370,12 +349,6 @@ CLAIMS: tuple[Claim, ...] = (
           ("ulp-32", "16-bit correction: none (normal range)", lambda e: e == 0),
           ("ulp-24", "8-bit correction: under 1e-6", lambda e: e < 1e-6),
       ]),
-    Claim("Figure 4, momentum, a GPT of 0.35M weights",
-          "companding lowers the error for every optimizer",
-          companding("SGD-m", "AdamW-m", "Lion-m"), "a lower one"),
-    Claim("Figure 4, variance, a GPT of 0.35M weights",
-          "companding lowers the error substantially",
-          companding("AdamW-v", metric="p95_nmse", share=0.5), "under half"),
     *(Claim(f"Figure 4, {slot} of {name}, {model}", f"companding lowers the error{much}",
             moments(preset, rule, letter, share), same)
       for preset, model in (("gpt2-124m", "GPT-2 124M"), ("gpt-42m", "a GPT of 42M"))
@@ -385,8 +358,6 @@ CLAIMS: tuple[Claim, ...] = (
            "under half, of both percentiles"),
           ("lion", "Lion", "momentum", "m", "", 1.0, "a lower median and 95th percentile"),
       )),
-    Claim("Figure 5, a GPT of 0.35M weights",
-          "a linear variance diverges, a companded one trains", divergence),
     Claim("Figure 5, a GPT of 42M", "a linear variance diverges, a companded one trains",
           diverges, f"a loss over {DIVERGES:g} times the baseline's, or no number"),
 )  # fmt: skip

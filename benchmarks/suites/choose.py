@@ -12,16 +12,19 @@ import optax
 import optax_lowmem as lowmem
 from benchmarks import model_shapes, records
 from benchmarks.claims import Missing
-from benchmarks.claims.findings import F32, Pair, Trained, beside
+from benchmarks.claims.findings import F32, Pair, Trained, beside, count
 from benchmarks.records import Rows, last
 from benchmarks.render import GIB, Table, alone, source
+from benchmarks.suites.digits import Together
 from benchmarks.suites.frameworks import frameworks
 from benchmarks.suites.front import GPU, front
 
 FOUR_BITS = lowmem.Storage.four_bit(nu=None, group_size=32)
+ROUNDED = lowmem.Storage(master_weight_bits=None, master_rounding="stochastic")
 MATRIX = {"w": jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)}
 OPTIMIZERS = {name: one.make for name, one in lowmem.OPTIMIZERS.items()} | {
-    "flash_factored_adamw, 4-bit m": lambda lr: lowmem.flash_factored_adamw(lr, storage=FOUR_BITS)
+    "flash_adamw, no master weights": lambda lr: lowmem.flash_adamw(lr, storage=ROUNDED),
+    "flash_factored_adamw, 4-bit m": lambda lr: lowmem.flash_factored_adamw(lr, storage=FOUR_BITS),
 }
 
 
@@ -44,8 +47,11 @@ def adam(name: str) -> Callable[[Rows], Pair]:
 CHOICES = (
     Choice("`optax.adamw`, `adam`", ("flash_adamw", "flash_adam"),
            "**`flash_adamw`**, `flash_adam`: start here", adam("flash_adamw"), "adamw"),
-    Choice("AdamW with fewer loss spikes", ("stable_adamw",)),
+    Choice("AdamW with fewer loss spikes", ("stable_adamw",), "", adam("stable_adamw")),
     Choice("AdamW, states in FP8", ("coat_adamw",), "", adam("coat_adamw"), "coat_adamw"),
+    Choice("AdamW, no master weights", ("flash_adamw, no master weights",),
+           '`flash_adamw` with `Storage(master_weight_bits=None, master_rounding="stochastic")`',
+           adam("flash_adamw-bf16-rounded")),
     Choice("AdamW, less state", ("flash_factored_adamw",), "", adam("flash_factored_adamw"),
            "flash_factored_adamw"),
     Choice("AdamW, least state", ("flash_factored_adamw, 4-bit m",),
@@ -54,10 +60,11 @@ CHOICES = (
            "lowmem.step-4bit"),
     Choice("AdamW, one second moment per block", ("flash_adam_mini",), "",
            adam("flash_adam_mini"), "flash_adam_mini"),
-    Choice("AdamW, as in Q-Adam-mini", ("q_adam_mini",), "", None, "q_adam_mini"),
+    Choice("AdamW, as in Q-Adam-mini", ("q_adam_mini",), "", adam("q_adam_mini"),
+           "q_adam_mini"),
     Choice("`optax.lion`", ("flash_lion",), "",
            lambda rows: beside(rows, "gpt-42m/lion", "lion", "flash_lion"), "lion"),
-    Choice("`optax.sgd`", ("flash_sgd",), "", Trained("digits-convnet/sgd").pair, "sgd"),
+    Choice("`optax.sgd`", ("flash_sgd",), "", Together().pair, "sgd"),
     Choice("`optax.contrib.muon`", ("flash_muon",), "",
            Trained("gpt-42m batch=8/flash_muon").pair, "flash_muon"),
 )  # fmt: skip
@@ -124,7 +131,7 @@ def optimizers(rows: Rows) -> Table:
             except Missing:
                 pass
             else:
-                loss, trained = f"{pair.interval}; {len(pair.plain)} seeds", pair.rows
+                loss, trained = f"{pair.interval}; {count(len(pair.plain))}", pair.rows
         body.append([one.instead, use, state, loss, time])
         used += [*filter(None, own), *timed, *trained]
     head = ["you want", "use", "state, bytes per parameter",

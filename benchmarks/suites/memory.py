@@ -64,8 +64,8 @@ BUDGETS: dict[str, optax.GradientTransformation] = {
 
 
 def measure(model: str, optimizer: str) -> Rows:
-    rows, published = [], PUBLISHED[model, optimizer]
-    for (impl, (storage, dtype)), paper in zip(VARIANTS.items(), published, strict=True):
+    rows = []
+    for impl, (storage, dtype) in VARIANTS.items():
         own = getattr(lowmem, f"flash_{optimizer}") if storage else getattr(optax, optimizer)
         how = {"storage": storage} if storage else {}
         tx = own(1e-3, **ARGUMENTS.get(optimizer, {}), **how)
@@ -73,9 +73,7 @@ def measure(model: str, optimizer: str) -> Rows:
         params, state = (size / 2**30 for size in (report.params_bytes, report.state_bytes))
         values = {"params_gib": (params, "GiB"), "state_gib": (state, "GiB"),
                   "bytes_per_param": (report.bytes_per_param, "bytes")}  # fmt: skip
-        of = records.records_of("memory", f"{model}/{optimizer}", impl, values)
-        of[1] |= {"paper": paper} if paper else {}
-        rows += of
+        rows += records.records_of("memory", f"{model}/{optimizer}", impl, values)
     return rows
 
 
@@ -98,18 +96,6 @@ def main(args: argparse.Namespace) -> Iterator[Rows]:
     yield sizes.measure(budgets.PRESET, budgets.RULE)
 
 
-def memory(rows: Rows) -> Table:
-    found = records.select(rows, bench="memory", case="llama-3.1-8b/adamw")
-    body = [
-        [impl, cell(of["params_gib"], "{:.1f}"), cell(of["state_gib"], "{:.1f}"),
-         cell(of["bytes_per_param"], "{:.2f}"),
-         f"{of['state_gib']['paper']:.1f}" if of["state_gib"].get("paper") else ""]
-        for impl, of in records.grouped(found, "impl", "metric").items()
-    ]  # fmt: skip
-    head = ["Llama-3.1-8B, AdamW", "weights GiB", "state GiB", "bytes/param", "paper: state GiB"]
-    return head, body, found
-
-
 def budget(rows: Rows) -> Table:
     every = records.select(rows, bench="memory", case="llama-3.1-8b/budget")
     found = [row for row in every if row["impl"] in BUDGETS]
@@ -121,4 +107,4 @@ def budget(rows: Rows) -> Table:
     return ["bytes per parameter of Llama-3.1-8B", "weights", "state", "both"], body, found
 
 
-TABLES = {"memory": Rendered(memory, "memory"), "budget": Rendered(budget, "memory")}
+TABLES = {"budget": Rendered(budget, "memory")}

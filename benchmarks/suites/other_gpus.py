@@ -1,4 +1,4 @@
-"""Every GPU kernel compiled for GPUs that are not here: registers, spills and shared memory.
+"""Every GPU kernel compiled for GPUs that are not here: most registers, spills, shared memory.
 
 JAX_PLATFORMS=cpu python -m benchmarks.run other_gpus --record
 
@@ -91,26 +91,27 @@ def compiled(name: str, capability: int) -> list[tuple[int, int, int]]:
     capability={"nargs": "+", "type": int, "choices": tuple(GPUS), "default": tuple(GPUS)},
 )
 def main(args: argparse.Namespace) -> Iterator[Rows]:
-    for name in args.case or cases():
-        for capability in args.capability:
-            registers, spills, shared = map(max, zip(*compiled(name, capability), strict=True))
-            values = {"registers": (registers, "")}
-            yield records.records_of("other_gpus", name, f"sm_{capability}", values,
-                                     device=NEVER_RUN, spills=spills, shared=shared)  # fmt: skip
+    names = args.case or list(cases())
+    for capability in args.capability:
+        of = {name: tuple(map(max, zip(*compiled(name, capability), strict=True)))
+              for name in names}  # fmt: skip
+        registers, spills, shared = map(max, zip(*of.values(), strict=True))
+        most = max(of, key=lambda name: of[name])
+        more = {"device": NEVER_RUN, "spills": spills, "shared": shared, "most": most}
+        where, values = (f"{len(of)} kernels", f"sm_{capability}"), {"registers": (registers, "")}
+        yield records.records_of("other_gpus", *where, values, **more)
 
 
 def table(rows: Rows) -> Table:
-    """A line for each kernel, a column for each compute capability."""
+    """A line for each compute capability: the largest values of all kernels."""
     found = records.select(rows, bench="other_gpus")
-    body = []
-    for name, of in records.grouped(found, "case", "impl").items():
-        cells = []
-        for capability in GPUS:
-            row = of.get(f"sm_{capability}")
-            cells.append(f"{row['value']}, {row['spills']}, {row['shared']:,}" if row else "")
-        body.append([f"`{name}`", *cells])
-    head = ["registers per thread, bytes of spills, bytes of shared memory"]
-    return head + [f"sm_{capability} ({gpu})" for capability, gpu in GPUS.items()], body, found
+    names = {f"sm_{capability}": gpu for capability, gpu in GPUS.items()}
+    body = [[f"{row['impl']} ({names[row['impl']]})", row["case"].split()[0],
+             f"{row['value']} (`{row['most']}`)", str(row["spills"]), f"{row['shared']:,}"]
+            for row in found]  # fmt: skip
+    head = ["compute capability", "kernels", "most registers per thread", "bytes of spills",
+            "most bytes of shared memory"]  # fmt: skip
+    return head, body, found
 
 
 TABLES = {"other_gpus": Rendered(table, "other_gpus")}

@@ -96,10 +96,10 @@ CASES = {
 def make(case: Case) -> tuple[Any, Any, Any]:
     """Return (step, start, model) of a case: start() makes (trained, frozen, state, batch)."""
     from _llama.config import CUDNN, XLA, Settings
-    from _llama.finetuning import make_step
     from _llama.huggingface import shape_of
     from _llama.model import Llama, Lora, Packed
     from _llama.optimizer import make_optimizer, weights_dtype
+    from finetune import make_step
 
     shape = shape_of(case.model)
     names, rank = LORA

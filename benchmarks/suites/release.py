@@ -133,8 +133,8 @@ def main(arguments: list[str] | None = None) -> None:
     stored = ["--record", *([] if args.record is True else [args.record])] if args.record else []
     for name, flags in RUNS.items():
         print(f"== {name}", flush=True)
-        own = f"--preset {args.preset} --steps {args.steps} --account {flags}".split()
-        command = [sys.executable, str(ROOT / "examples/train_llama.py"), *own, *stored]
+        own = f"--preset {args.preset} --steps {args.steps} {flags}".split()
+        command = [sys.executable, "-m", "benchmarks.account", *own, *stored]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         failed += [name] if code not in (FITS, OUT_OF_MEMORY) else []
     if failed:

@@ -1,14 +1,20 @@
-"""Command-line options and exit codes that the examples share."""
-
-from __future__ import annotations
+"""Command-line options, exit codes and the progress bar that the examples share."""
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 OUT_OF_MEMORY, INTERRUPTED = 3, 130  # exit codes
 
@@ -75,3 +81,17 @@ def compute_dtype(chosen: str) -> str:
     if chosen != "auto":
         return chosen
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def records_of_examples() -> Any:
+    """Return the module that `--record` needs, of the repository beside the library."""
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from benchmarks import example_records
+
+    return example_records
+
+
+def progress_bar(title: str, **more: Any) -> Progress:
+    """Return a bar with a title, and after it the field `now` of its task."""
+    left, right = TextColumn(title), TextColumn("{task.fields[now]}")
+    return Progress(left, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), right, **more)

@@ -1,7 +1,5 @@
 """Model presets and pairs of optimizers, chosen by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

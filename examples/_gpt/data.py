@@ -1,7 +1,5 @@
 """Text that every machine has (Python sources), as tokens, with whole files held out."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The picture of a run: loss curves, their difference, and where the bytes are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ import numpy as np  # noqa: E402
 
 from .train import F32, LOWMEM  # noqa: E402
 
-_INK, _FAINT = "#000000", "#6B6B6B"
+_INK, GREY, BLUE = "#000000", "#6B6B6B", "#0072B2"
 # Okabe and Ito's colours, which colour-blind readers tell apart
-_COLOURS = {F32: "#D55E00", LOWMEM: "#0072B2"}
+_COLOURS = {F32: "#D55E00", LOWMEM: BLUE}
 _NAMES = {F32: "optax, f32", LOWMEM: "optax_lowmem"}
 # A slot and its scales share a hue; slots not named here take the spare ones in turn.
 _SLOT_COLOURS = {
@@ -28,7 +26,7 @@ _SLOT_COLOURS = {
 }
 _SPARE = ("#E69F00", "#009E73", "#F0E442", "#999999")
 _REACH = 0.5  # % of the loss: the least that the axis of differences spans
-_STYLE = {
+STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 12,
     "text.color": _INK,
@@ -39,8 +37,8 @@ _STYLE = {
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "xtick.color": _FAINT,
-    "ytick.color": _FAINT,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
     "xtick.labelcolor": _INK,
     "ytick.labelcolor": _INK,
     "grid.color": "#e6e9ee",
@@ -52,7 +50,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     """Draws the result of `report.summarise` into a PNG."""
     runs = result["runs"]
     both = len(runs) == 2
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(8, 4.8), layout="constrained")
         grid = figure.add_gridspec(
             2 if both else 1, 2, width_ratios=(1.45, 1), height_ratios=(3.4, 1) if both else (1,)
@@ -147,7 +145,7 @@ def _slot_order(runs: dict[str, Any]) -> list[str]:
 def _slot_colours(slots: list[str]) -> dict[str, str]:
     owners = dict.fromkeys(slot.removesuffix("_scale") for slot in slots)
     spare = (c for c in _SPARE if c not in {_SLOT_COLOURS.get(o) for o in owners})
-    colours = {owner: _SLOT_COLOURS.get(owner) or next(spare, _FAINT) for owner in owners}
+    colours = {owner: _SLOT_COLOURS.get(owner) or next(spare, GREY) for owner in owners}
     return {slot: colours[slot.removesuffix("_scale")] for slot in slots}
 
 

@@ -1,7 +1,5 @@
 """A GPT in Flax NNX that computes in whatever dtype its weights have."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

@@ -1,7 +1,5 @@
 """Summary of the measurements of runs, and the table of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import platform

@@ -1,7 +1,5 @@
 """Trains one model with optax in f32 and with low-memory state, side by side."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence

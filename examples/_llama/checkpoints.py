@@ -1,7 +1,5 @@
 """Saving and resuming a run, on whatever mesh."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Values of `auto`: the attention and rematerialisation that suit a model and its machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

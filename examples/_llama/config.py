@@ -1,7 +1,5 @@
 """Llamas by name, and what a run is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shardings of the arrays on a mesh of data x fsdp x tensor devices."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -2,8 +2,6 @@
 so that compiling is as long for 32 of them as for 4, or each layer has weights of its own, which
 are not copied to and from stacks."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Optimizers by name, for a Llama."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +13,7 @@ import optax_lowmem as lowmem
 from optax_lowmem.gaussws.parts import chooser
 
 from .config import PLAIN, SPLIT, Settings
-from .model import is_norm, leaf_path
+from .model import LAYERS, is_norm, leaf_path
 
 NAMES = (*lowmem.OPTIMIZERS, PLAIN, SPLIT)
 # AdamW's peak times this
@@ -25,30 +23,33 @@ _DECAYS = {"flash_lion": 0.3, "flash_sgd": 1e-4}
 
 
 def decayed(params: Any) -> Any:
-    """The weight decay's mask: all but norms. (Stacked, those are matrices too.)"""
-    return jax.tree_util.tree_map_with_path(lambda keys, _: not is_norm(leaf_path(keys)), params)
+    """Return the mask of weight decay: matrices and embeddings, not biases and norms."""
+
+    def is_decayed(keys: Any, _: Any) -> bool:
+        return not leaf_path(keys).endswith(("bias", "scale"))
+
+    return jax.tree_util.tree_map_with_path(is_decayed, params)
 
 
 def hidden(params: Any) -> Any:
-    """Muon's matrices: all of the layers but norms, one a layer where they are stacked."""
+    """Return Muon's dimensions of the matrices of layers; None for all other parameters."""
 
-    def axes(keys: Any, p: Any) -> Any:
+    def axes(keys: Any, _: Any) -> Any:
         path = leaf_path(keys)
-        outside = any(name in str(path) for name in ("embed_tokens", "lm_head"))
-        if p.ndim < 2 or outside or is_norm(path):
-            return None
-        return optax.contrib.MuonDimensionNumbers(-2, -1)
+        is_matrix = path.startswith(LAYERS) and path.endswith(("kernel", "lora_a", "lora_b"))
+        return optax.contrib.MuonDimensionNumbers(-2, -1) if is_matrix else None
 
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
-def _arguments(settings: Settings, weight_decay: float | None) -> dict[str, Any]:
+def _arguments(settings: Settings, weight_decay: float | None, decay_all: bool) -> dict[str, Any]:
     name, shape = settings.optimizer, settings.shape
     record = lowmem.OPTIMIZERS["flash_adamw" if name in (PLAIN, SPLIT) else name]
     decay = _DECAYS.get(name, _DECAY) if weight_decay is None else weight_decay
     known: dict[str, Any] = {
         "weight_decay": decay,
-        "mask": decayed,
+        "mask": None if decay_all else decayed,
+        "adam_weight_decay": decay if decay_all else 0.0,  # Muon's, of all but the matrices
         "muon_weight_dimension_numbers": hidden,
         "adam_b2": 0.95,
         "blocks": lowmem.blocks.Structure(heads=shape.heads, kv_heads=shape.kv_heads),
@@ -65,15 +66,22 @@ def _maker(name: str) -> Callable[..., optax.GradientTransformation]:
 
 
 def make_optimizer(
-    settings: Settings, schedule: optax.Schedule | None = None, weight_decay: float | None = None
+    settings: Settings,
+    schedule: optax.Schedule | None = None,
+    weight_decay: float | None = None,
+    decay_all: bool = False,
 ) -> optax.GradientTransformation:
-    """The optimizer, inside the noise and behind clipping, where the run has them.
+    """Return the optimizer, inside the noise and after clipping, where the run has them.
 
-    The schedule is a cosine by default, and the weight decay that of training from scratch.
+    Args:
+      settings: of the run.
+      schedule: of the learning rate; None: a cosine.
+      weight_decay: None: that of training from scratch.
+      decay_all: whether biases and norms are decayed too.
     """
     schedule = schedule or warmup_cosine(settings.learning_rate, settings.steps)
     plain = settings.optimizer == PLAIN
-    tx = _maker(settings.optimizer)(schedule, **_arguments(settings, weight_decay))
+    tx = _maker(settings.optimizer)(schedule, **_arguments(settings, weight_decay, decay_all))
     if settings.noise:
         # optax.adamw splits no master weights: f32 ones are kept beside what the loss sees
         more = {"clean_dtype": "float32"} if plain else {}

@@ -1,43 +1,14 @@
-"""Messages of a run (headline, plan, summary, out of memory) and its benchmark records."""
-
-from __future__ import annotations
-
-import dataclasses
-import functools
-import os
-from pathlib import Path
-from typing import Any
+"""Messages of a run: headline, plan, summary, out of memory."""
 
 import jax
-from _gpt.records import recorded_as, stored
 from _gpt.report import device_name
-from _gpt.train import LOWMEM
 
 import optax_lowmem as lowmem
 
 from . import choose
-from .config import AUTO, NONE, PLAIN, PRESETS, STANDARD, Settings
-from .optimizer import RATE_FACTORS
+from .config import NONE, STANDARD, Settings
 
 GIB = 2.0**30
-_UNITS = {
-    "train_loss": "nats/token",
-    "tokens_per_s": "tokens/s",
-    "step_ms": "ms",
-    "bytes_per_param": "bytes",
-    "device_bytes": "bytes",
-    "peak_bytes": "bytes",
-    "fits": "yes or no",
-    "mfu": "of the peak in 16 bits",
-    "optimizer_share": "of a step",
-    "compile_s": "s",
-    "planned_bytes": "bytes",
-    "limit_bytes": "bytes",
-    "argument_bytes": "bytes",
-    "temporary_bytes": "bytes",
-    "backward_bytes": "bytes",
-    "beside_backward": "bytes a parameter",
-}
 
 
 def headline(settings: Settings, report: lowmem.memory.Report, text: str) -> str:
@@ -93,8 +64,6 @@ def out_of_memory(
 def summary(found: dict[str, float]) -> str:
     """The numbers in lines."""
     more = f"   MFU {found['mfu']:.1%}" if "mfu" in found else ""
-    if "optimizer_share" in found:
-        more += f"   optimizer {found['optimizer_share']:.1%} of a step"
     peak = f"; at most {found['peak_bytes'] / GIB:.3f} GiB" if "peak_bytes" in found else ""
     return (
         f"training loss {found['train_loss']:.4f}   {found['tokens_per_s']:,.0f} tokens/s   "
@@ -103,52 +72,3 @@ def summary(found: dict[str, float]) -> str:
         f"{found['device_bytes'] / GIB:.3f} GiB a device"
         f"{peak + ' with gradients and activations' if peak else ''}"
     )
-
-
-def planned(found: dict[str, float]) -> str:
-    """Format one line on the planned memory of a step: arguments, temporaries, backward pass."""
-    gib = {n: found[f"{n}_bytes"] / GIB for n in ("argument", "temporary", "backward")}
-    return (
-        f"planned: {gib['argument']:.3f} GiB of weights and state and {gib['temporary']:.3f} GiB "
-        f"beside, where forward and backward alone take {gib['backward']:.3f} GiB: the rest is "
-        f"{found['beside_backward']:.2f} bytes per parameter"
-    )
-
-
-def case(settings: Settings, allocator: str | None = None) -> str:
-    """The preset and the optimizer, with what the run has of its own: `1b fsdp=4/flash_adamw`."""
-    preset, changed = PRESETS[settings.preset], []
-    rate = preset.learning_rate * RATE_FACTORS.get(settings.optimizer, 1.0)
-    usual: dict[str, Any] = {"learning_rate": rate, "clip": 1.0, "zero": False, "release": False}
-    usual |= dict.fromkeys(("data", "fsdp", "tensor"), 1)
-    usual |= dict.fromkeys(("linear", "head"), STANDARD)
-    usual |= {n: getattr(preset, n) for n in ("sequence", "batch", "steps", "text", "remat")}
-    usual |= {"noise": None, "attention": AUTO, "activations": AUTO, "unroll": AUTO}
-    usual |= {"accumulate": 1, "f32_weights": False, "offload": None}
-    for name, value in usual.items():
-        own = getattr(settings, name)
-        changed += [f"{name}={own}"] if own != value else []
-    changed += [f"allocator={allocator}"] if allocator else []
-    return " ".join([f"llama-{settings.preset}", *changed]) + f"/{settings.optimizer}"
-
-
-def append(
-    settings: Settings,
-    ran: Settings,
-    report: lowmem.memory.Report,
-    found: dict[str, float],
-    file: Path,
-) -> None:
-    """Appends benchmark records of the run, as asked for and as it ran, to a file of JSON lines."""
-    flags = dataclasses.asdict(ran) | {"parameters": report.parameters}
-    if allocator := os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR"):
-        flags["allocator"] = allocator
-    del flags["preset"], flags["optimizer"], flags["seed"]
-    plain = settings.optimizer == PLAIN
-    impl = "optax-f32" if plain else recorded_as(LOWMEM, settings.implementation)
-    measured = functools.partial(stored.record, "train", case(settings, allocator), impl)
-    rows = [
-        measured(metric, value, _UNITS[metric], seed=settings.seed, flags=flags)
-        for metric, value in found.items()
-    ]
-    stored.append(rows, file)

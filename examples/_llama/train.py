@@ -1,10 +1,7 @@
 """Compiles a training step and runs it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -47,10 +44,7 @@ class Program:
       moved: (parameters, ordinary state) -> the state that the step takes.
       step: (parameters, state, tokens) -> (parameters, state, loss); it takes its arguments' place.
         Jitted, or of several programs, which `step.compile` compiles.
-      backward: (parameters, tokens) -> loss and gradient of what goes into the layers: the forward
-        and backward pass without gradients of weights.
-      update: (gradients, parameters, state) -> (parameters, state): the optimizer's step alone; it
-        takes the place of the latter two.
+      model: the decoder.
       tokens: a batch, as a shape with its sharding.
     """
 
@@ -60,8 +54,7 @@ class Program:
     start: Callable[[], tuple[Any, Any]]
     moved: Callable[[Any, Any], Any]
     step: Callable[..., tuple[Any, Any, jax.Array]]
-    backward: Callable[..., Any]
-    update: Callable[..., tuple[Any, Any]]
+    model: Llama
     tokens: jax.ShapeDtypeStruct
 
     @functools.cached_property
@@ -72,25 +65,6 @@ class Program:
             self.step.compile(params, self.moved(params, None), self.tokens)
             return self.step
         return self.step.lower(*self.like, self.tokens).compile()
-
-    @property
-    def planned(self) -> dict[str, float]:
-        """Bytes of a device in the step, as the compiler has planned them."""
-        rows = self.settings.batch // self.settings.accumulate
-        tokens = self.tokens.update(shape=(rows, *self.tokens.shape[1:]))
-        alone = self.backward.lower(self.like[0], tokens).compile()
-        total, backward = planned_bytes(self.compiled), alone.memory_analysis().temp_size_in_bytes
-        given = self.compiled.memory_analysis().argument_size_in_bytes
-        parameters = sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape))
-            for leaf in jax.tree.leaves(self.like[0])
-        )
-        return {
-            "argument_bytes": given,
-            "temporary_bytes": total - given,
-            "backward_bytes": backward,
-            "beside_backward": (total - backward) / parameters,
-        }
 
     @property
     def shardings(self) -> tuple[Any, Any]:
@@ -165,7 +139,6 @@ def make_program(settings: Settings) -> Program:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     everywhere = NamedSharding(mesh, P())
-    take_step = functools.partial(_take_step(settings), tx, **where)
     return Program(
         settings,
         tx,
@@ -175,12 +148,7 @@ def make_program(settings: Settings) -> Program:
         step
         if settings.offload
         else jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, everywhere)),
-        jax.jit(lambda *args: jax.value_and_grad(model.beyond)(model.first(*args), *args)),
-        jax.jit(
-            lambda grads, params, state: take_step(grads, state, params),
-            donate_argnums=(1, 2),
-            out_shardings=places,
-        ),
+        model,
         jax.ShapeDtypeStruct((settings.batch, settings.sequence + 1), jnp.int32, sharding=of_batch),
     )
 
@@ -375,15 +343,3 @@ def measured(run: Run, settings: Settings, program: Program) -> dict[str, float]
         flops = rate * settings.shape.flops_per_token(settings.sequence)
         found["mfu"] = flops / (peak * settings.devices)
     return found
-
-
-def optimizer_share(run: Run, program: Program) -> dict[str, float]:
-    """The optimizer's part of a step's time, from steps of its own that move the weights on."""
-    grads = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree))(run.params)
-    update = program.update.lower(grads, run.params, run.state).compile()
-    seconds = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        run.params, run.state = jax.block_until_ready(update(grads, run.params, run.state))
-        seconds.append(time.perf_counter() - begin)
-    return {"optimizer_share": float(np.median(seconds)) / run.step_s}

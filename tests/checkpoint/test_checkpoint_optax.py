@@ -14,6 +14,7 @@ from optax_lowmem import checkpoint
 from optax_lowmem._src.core import groups
 from optax_lowmem._src.optimizers import every_record
 from tests import contract_cases as cases
+from tests import small_leaves
 from tests.tiers import rows
 
 SMALL = lowmem.Storage(policy=cases.POLICY)
@@ -94,8 +95,8 @@ def test_there_and_back(name):
 @pytest.mark.parametrize("name", lowmem.OPTIMIZERS)
 def test_the_optax_optimizer_is_found(name):
     for rate in (1e-3, optax.linear_schedule(1e-3, 0.0, 9)):
-        tx = lowmem.OPTIMIZERS[name].make(rate, storage=dataclasses.replace(
-            lowmem.OPTIMIZERS[name].make(rate).engine.storage, policy=cases.POLICY))  # fmt: skip
+        tx = small_leaves.record(name).make(rate, storage=dataclasses.replace(
+            small_leaves.record(name).make(rate).engine.storage, policy=cases.POLICY))  # fmt: skip
         params, old = started(plain_of(name)(rate))
         weights, state = checkpoint.from_optax(tx, old, params)
         _, new = checkpoint.to_optax(tx, state, weights)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import re
 from typing import Any
 
@@ -74,7 +73,7 @@ FACTORED = {"min_dim_size_to_factor": 8}
 
 def _storage(name: str, bits: int, rounding: str) -> lowmem.Storage:
     """The optimizer's own storage, for small leaves."""
-    own = inspect.signature(getattr(lowmem, name)).parameters["storage"].default
+    own = getattr(lowmem, name)(LR).engine.storage
     return dataclasses.replace(own, master_weight_bits=bits, rounding=rounding, policy=POLICY)
 
 

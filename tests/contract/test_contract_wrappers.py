@@ -16,6 +16,7 @@ import optax_lowmem as lowmem
 from tests.contract_cases import (
     CASES,
     DISTINCT,
+    FLASH,
     OPTIMIZER,
     Form,
     assert_same,
@@ -84,7 +85,7 @@ def test_public_optimizers_can_be_injected_themselves(name):
     options = {"momentum": 0.9} if name == "flash_sgd" else {}
     if "blocks" in inspect.signature(make).parameters:
         options["blocks"] = lowmem.blocks.Structure(default="whole")
-    storage = Form().storage(lowmem.Storage())
+    storage = Form().storage(FLASH)
     injected = lowmem.inject_hyperparams(make)
     tx = injected(learning_rate=optax.linear_schedule(1e-3, 0, 10), storage=storage, **options)
     plain = make(optax.linear_schedule(1e-3, 0, 10), storage=storage, **options)

@@ -13,7 +13,7 @@ from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import product
 from optax_lowmem._src.kernels import jaxpr_to_triton
 from optax_lowmem._src.step import gpu as gpu_step
-from tests import launch_cases, triton_on_numpy
+from tests import launch_cases, small_leaves, triton_on_numpy
 from tests.contract_cases import RULES
 from tests.tiers import rows
 
@@ -161,7 +161,7 @@ def label(x):
 def test_a_step(name, options, direct):
     """Of every rule, codec and split: the bits of the function that it was made from."""
     storage = lowmem.Storage(policy=launch_cases.POLICY, group_size=32, **options)
-    tx = lowmem.OPTIMIZERS[name].make(1e-3, storage=storage)
+    tx = small_leaves.record(name).make(1e-3, storage=storage)
     case = launch_cases.make(tx, [(8, 32)], direct=direct)
     plan, leaf = case.plans[0].shapeless, case.leaves[0]
     scalars, state = case.of_leaves[0], leaf.state

@@ -11,6 +11,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import Storage, codecs, diagnostics
+from optax_lowmem._src.step.storage import FLASH, completed
 from tests.oracle import codecs as oracle_codecs
 from tests.oracle.table import ORACLES
 from tests.tiers import rows
@@ -102,7 +103,7 @@ CODED = {
     ),
     "compress_state": (
         lambda s: lowmem.compress_state(optax.adamw(1e-3, b2=B2), nu=s.nu, mu=s.mu),
-        Storage(),
+        FLASH,
     ),
     "chain": (
         lambda s: optax.chain(
@@ -118,6 +119,7 @@ PATHS = ("embed", "block", "bias")
 def decoded(state, path, storage, length):
     """`nu` of a leaf, with a last axis of this length, in float64."""
     codes, scales = (np.asarray(optax.tree.get(state, field)[path]) for field in ("nu", "nu_scale"))
+    storage = completed(storage)
     if not scales.ndim:
         return codes.astype(np.float64)
     codes = storage.nu.unpack(codes, length)

@@ -15,7 +15,7 @@ from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.lion import LionRule
 from optax_lowmem._src.step import choose, tuning
 from optax_lowmem._src.step.gpu import launch
-from tests import launch_cases, tolerances
+from tests import launch_cases, small_leaves, tolerances
 from tests.contract_cases import pairwise
 from tests.step.test_step_backends import OPTIONS, STORED
 
@@ -42,7 +42,7 @@ def launcher(kernel):
 
 
 def build(optimizer, **storage):
-    row = lowmem.OPTIMIZERS[optimizer]
+    row = small_leaves.record(optimizer)
     how = lowmem.Storage(policy=POLICY, **storage)
     return row.make(LEARNING_RATE, **OPTIONS.get(optimizer, {}), storage=how)
 

@@ -16,10 +16,12 @@ import tempfile
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
 PACKAGE = "optax_lowmem"
+PINS = REPO / ".ci/jax"
 TABLE = Path(__file__).with_name("mutants.toml")
 COPIED = (PACKAGE, "tests", "pyproject.toml")
 TIER = "not gpu and not tpu and not repo and not full"  # as in `make test`
@@ -36,12 +38,14 @@ class Mutant:
       find: text that occurs once in the package.
       replace: what stands there in the mutant.
       killed_by: pytest's ids of tests, of which each alone notices it, or `file::function`.
+      jax: the files of pins in .ci/jax with whose versions they notice it; none: with every one.
     """
 
     name: str
     find: str
     replace: str
     killed_by: tuple[str, ...]
+    jax: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,14 @@ class Outcome:
 
 def table(path: Path = TABLE) -> list[Mutant]:
     rows = tomllib.loads(path.read_text())["mutant"]
-    return [Mutant(**{**row, "killed_by": tuple(row["killed_by"])}) for row in rows]
+    return [Mutant(**{key: tuple(value) if isinstance(value, list) else value
+                      for key, value in row.items()}) for row in rows]  # fmt: skip
+
+
+def jax_here() -> str:
+    """The name of the file of pins in .ci/jax that has the installed version of JAX."""
+    installed = version("jax")
+    return installed if (PINS / f"{installed}.txt").exists() else "newest"
 
 
 def sources(root: Path = REPO) -> dict[Path, str]:
@@ -182,6 +193,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (2)")
     args = parser.parse_args()
     mutants = [m for m in table() if not args.names or any(n in m.name for n in args.names)]
+    mutants = [m for m in mutants if not m.jax or jax_here() in m.jax]
     if not mutants:
         parser.error(f"no mutant is called {' or '.join(args.names)}")
     return 0 if run(mutants, args.jobs) else 1

@@ -53,6 +53,23 @@ def test_its_tests_are_in_the_default_tier(mutant):
         assert not file.startswith("tests/repo/")
 
 
+def test_each_version_of_jax_has_one():
+    """Its tests are among those that CI runs on this version."""
+    listed = (run.PINS / "tests").read_text().split()
+    for pins in run.PINS.glob("*.txt"):
+        mutants = [mutant for mutant in MUTANTS if pins.stem in mutant.jax]
+        assert mutants, pins.stem
+        tests = [test for mutant in mutants for test in mutant.killed_by]
+        assert all(test in listed or test.split("::")[0] in listed for test in tests)
+
+
+def test_the_tests_of_versions_exist():
+    for test in (run.PINS / "tests").read_text().split():
+        file, _, name = test.partition("::")
+        assert not name or name in contents(file)[0]
+        assert (run.REPO / file).exists()
+
+
 def test_a_text_that_is_nowhere_or_twice_is_refused():
     texts = {run.REPO / "a.py": "x = 1\ny = 1\n"}
     with pytest.raises(ValueError, match=r"'gone': its text occurs 0 times \(no file\)"):

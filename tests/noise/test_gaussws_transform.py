@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem import gaussws
 from optax_lowmem._src.core import random
+from tests import small_leaves
 from tests import tolerances as tol
 from tests.oracle import gaussws as oracle
 from tests.tiers import rows
@@ -293,7 +294,7 @@ def test_noise_is_frozen_while_gradients_accumulate(around):
 
 @pytest.mark.parametrize("name", rows(["stable_adamw", "q_adam_mini"], ["q_adam_mini"]))
 def test_other_optimizers(name):
-    tx = noisy(lowmem.OPTIMIZERS[name].make(1e-3))
+    tx = noisy(small_leaves.record(name).make(1e-3))
     params, state = lowmem.init(tx, start())
     for seed in range(2):
         params, state = stepper(tx)(start(seed + 1), state, params)

@@ -61,10 +61,28 @@ def test_what_is_said_is_as_it_is_said(name):
     whole = lowmem.Storage(**said)
     by_position = lowmem.Storage(24, softsign(), sqrt(), 32)
     copies = [copy.deepcopy(whole), pickle.loads(pickle.dumps(whole)), dataclasses.replace(whole)]
-    for storage in (whole, by_position, *copies, dataclasses.replace(lowmem.Storage())):
+    for storage in (whole, by_position, *copies):
         assert stored(make, storage)[0] == said
     for storage in (lowmem.Storage.paper(), lowmem.Storage.four_bit()):
         assert stored(make, storage)[0] == {name: getattr(storage, name) for name in COAT}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_is_the_optimizers_own_is_in_the_value(name):
+    """Equal storages are stored alike, and `replace` changes what it names alone."""
+    make, own = EVERY[name]
+    left = lowmem.Storage()
+    assert (left.mu, left.nu, left.group_size) == ("default", "default", None)
+    assert left == lowmem.Storage(mu="default", nu="default", group_size=None)
+    given = {"mu": softsign(), "nu": sqrt(), "group_size": 32}
+    for field, value in given.items():
+        assert left != lowmem.Storage(**{field: value})
+        form, _ = stored(make, dataclasses.replace(left, **{field: value}))
+        assert form == {**own, field: value}
+    replaced = dataclasses.replace(lowmem.Storage(seed=1), seed=2)
+    assert replaced == lowmem.Storage(seed=2) and hash(replaced) == hash(lowmem.Storage(seed=2))
+    assert stored(make, replaced)[0] == own
+    assert repr(replaced) == "Storage(seed=2)"
 
 
 # ---- codecs by name ------------------------------------------------------------------------------
@@ -96,7 +114,8 @@ def test_a_name_is_as_good_as_its_codec(name):
     make, own = EVERY[name]
     assert stored(make, lowmem.Storage(mu="int8"))[0] == {**own, "mu": softsign()}
     assert stored(make, lowmem.Storage(nu="dynamic"))[0] == {**own, "nu": codecs.dynamic(False)}
-    assert hash(lowmem.Storage(mu="int8", nu="int8")) == hash(lowmem.Storage())
+    named, given = lowmem.Storage(mu="int8", nu="int8"), lowmem.Storage(mu=softsign(), nu=sqrt())
+    assert named == given and hash(named) == hash(given)
 
 
 def test_names_in_the_state_of_any_optimizer():

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import optax_lowmem as lowmem
+from benchmarks import records
 from tests.compilation import QUICK_FLAGS
+from tests.tolerances import SEEDS_TOGETHER
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,6 +108,20 @@ def test_says_what_is_wrong(example, tmp_path, capsys, flags, message):
     with pytest.raises(SystemExit) as stopped:
         example("train_gpt").main(f"--preset smoke --out {tmp_path} {flags}".split())
     assert message in f"{stopped.value} {capsys.readouterr().err}"
+
+
+def test_seeds_of_digits_together(tmp_path):
+    """Two seeds in one program end as each does alone."""
+    words = "--steps 3 --batch 8 --seeds 2 --compute float32 --implementation xla --record".split()
+    alone, together = (tmp_path / f"{name}.jsonl" for name in ("alone", "together"))
+    done = run_script("train_digits.py", *words, str(alone))
+    assert done.returncode == 0, done.stderr
+    digits = importlib.import_module("benchmarks.suites.digits")
+    digits.main([*words, str(together), "--together", "2"])
+    one = {(r["impl"], r["seed"]): r["value"] for r in records.load(alone) if r["unit"] == "nats"}
+    pair = digits.Together("digits-convnet steps=3/sgd").pair(records.load(together))
+    for found, impl in ((pair.plain, "optax-f32"), (pair.ours, "lowmem-xla")):
+        assert found == pytest.approx([one[impl, 0], one[impl, 1]], rel=SEEDS_TOGETHER)
 
 
 def test_digits_without_scikit_learn(example, monkeypatch):

@@ -11,7 +11,7 @@ import zipfile
 import pytest
 
 from tests.repo.pages import ROOT, run
-from tools import address, release
+from tools import address, ci_table, release
 
 SOMEWHERE = "https://example.org/someone/optax_lowmem"
 SETTINGS = address.settings()
@@ -167,23 +167,56 @@ def test_workflows_run_what_exists():
     text = "\n".join(workflows.values())
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     made = {name for line in re.findall(r"run: make ([a-z -]+)", text) for name in line.split()}
-    assert {"test", "test-oldest", "docs", "package"} <= made <= {*targets}
+    assert {"test", "test-jax", "docs", "package"} <= made <= {*targets}
     assert re.findall(r"python -m (\S+)", text) == ["tools.release"]
     assert all("permissions: { contents: read }" in one for one in workflows.values())
     assert [name for name, one in workflows.items() if "pypi-publish" in one] == ["release"]
 
 
 def test_the_oldest_versions_are_the_lower_bounds():
-    """`make test-oldest` installs the pins of `.ci/oldest.txt`."""
+    """`make test-jax JAX=0.9.2` installs these pins."""
     project = SETTINGS["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["flax"], *extras["checkpoint"]]
-    lines = (ROOT / ".ci/oldest.txt").read_text("utf-8").splitlines()
+    lines = (ROOT / ".ci/jax/0.9.2.txt").read_text("utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     assert pins["jaxlib"] == pins.pop("jax")
     assert {f"{name}>={pin}" for name, pin in pins.items()} == {
         line.replace("jax>=", "jaxlib>=") for line in wanted
     }
+
+
+def test_versions_of_ci():
+    """Each folder of pins is run by CI, and pins the version of its name."""
+    versions = {path.stem: path.read_text("utf-8") for path in (ROOT / ".ci/jax").glob("*.txt")}
+    listed = re.search(r"for version in (.*);", (ROOT / ".ci/run").read_text("utf-8"))[1].split()
+    assert listed == sorted(versions, key=lambda name: (len(name), name))
+    pins = {name: re.search(r"^jax==(.*)", text, re.M) for name, text in versions.items()}
+    assert {name: pin and pin[1] for name, pin in pins.items()} == {
+        name: None if name == "newest" else name for name in versions
+    }
+
+
+def test_the_table_of_versions():
+    """Stages with tests that passed, from CI's last lines; other stages have no versions."""
+    output = (
+        "lint         ok         4s of   20s  1 passed, 0 failed  \n"
+        "test         ok       401s of  520s  4269 passed, 0 failed  "
+        "python 3.11.7, jax 0.10.2, optax 0.2.8, flax 0.12.7\n"
+        "full         ok       101s of  200s  90 passed, 0 failed  "
+        "python 3.13.0, jax 0.12.0.1, optax 0.2.8, flax 0.12.12, sample 1 of 8 of the full tier\n"
+    )
+    page = f"before\n{ci_table.BEGIN}old\n{ci_table.END}\nafter"
+    assert ci_table.written(page, output) == (
+        f"before\n{ci_table.BEGIN}"
+        "| stage | Python | JAX | optax | Flax | tests | seconds |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        "| test | 3.11.7 | 0.10.2 | 0.2.8 | 0.12.7 | 4,269 | 401 |\n"
+        "| full | 3.13.0 | 0.12.0.1 | 0.2.8 | 0.12.12 | 90 | 101 |\n"
+        f"{ci_table.END}\nafter"
+    )
+    with pytest.raises(ValueError, match="no stage"):
+        ci_table.written(page, "nothing")
 
 
 @pytest.mark.parametrize("extra", ["lint", "types", "docs", "package"])

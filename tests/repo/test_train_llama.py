@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
+from benchmarks import account
+from benchmarks.example_records import case_of_llama
 from optax_lowmem import gaussws
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_same
@@ -68,9 +70,12 @@ def test_as_a_user_runs_it(tmp_path):
     found = [json.loads(line) for line in records.read_text().splitlines()]
     assert {r["case"] for r in found} == {"llama-tiny/flash_adamw"}
     value = {r["metric"]: r["value"] for r in found}
-    # Weights 2, correction 1, mu 1 + 2/32, nu 1 + 4/32; the norms stay f32.
-    assert value["bytes_per_param"] == pytest.approx(5.1875, abs=0.03)
-    assert value["device_bytes"] == pytest.approx(value["bytes_per_param"] * 229_952, abs=1)
+    # Weights 2, correction 1, mu 1 + 2/32, nu 1 + 4/32; the moments of the projections of keys and
+    # values, 64 x 32 in each layer, are too small for codes, 8; the norms stay f32.
+    number, small = 229_952, 2 * 4 * 64 * 32
+    wanted = 5.1875 + small / number * (11 - 5.1875)
+    assert value["bytes_per_param"] == pytest.approx(wanted, abs=0.03)
+    assert value["device_bytes"] == pytest.approx(value["bytes_per_param"] * number, abs=1)
     assert value["peak_bytes"] > value["device_bytes"]
     assert value["train_loss"] == pytest.approx(np.mean([row["loss"] for row in rows[-6:]]))
 
@@ -120,12 +125,13 @@ def test_losses_of_the_ordinary_run(llama, flags, gap):
 
 def test_gradient_release(llama):
     """The ordinary run, but for last bits; what it holds beside forward and backward is less."""
-    ordinary = trained(llama, f"{ONE} --clip 0 --remat --account")
-    released = trained(llama, f"{ONE} --release --account")
+    ordinary = trained(llama, f"{ONE} --clip 0 --remat")
+    released = trained(llama, f"{ONE} --release")
     assert released.run.losses == pytest.approx(ordinary.run.losses, abs=2e-3)
     assert released.run.losses[-1] < released.run.losses[0] - 0.1
-    one, other = (found.numbers for found in (released, ordinary))
-    assert one["argument_bytes"] == other["argument_bytes"] >= one["device_bytes"]
+    one, other = (account.planned(found.program) for found in (released, ordinary))
+    assert one["argument_bytes"] == other["argument_bytes"] >= released.numbers["device_bytes"]
+    assert 0 < account.optimizer_share(ordinary.run, ordinary.program) < 10
     assert one["beside_backward"] < other["beside_backward"]
 
 
@@ -259,7 +265,6 @@ def test_out_of_memory_with_the_state_in_host_memory(llama, monkeypatch):
         ("--resume", "--resume needs --checkpoint"),
         ("--accumulate 3 --data-parallel 1", "--batch 8 cannot be divided into 3 micro-batches"),
         ("--release --accumulate 2", "the gradients that --release never holds"),
-        ("--offload --account", "no program has the whole step"),
         ("--offload", "--offload copies the state to one device"),
         ("--release --optimizer optax.adamw", "--release takes an optimizer of optax_lowmem"),
         ("--release --noise od", "--release and --noise"),
@@ -281,8 +286,8 @@ def test_says_what_is_wrong(llama, flags, message):
 )
 def test_records_say_what_was_changed(llama, flags, case):
     settings = settings_of(llama, f"{ONE} {flags}")
-    assert llama.report.case(settings) == case
-    assert llama.report.case(settings, "x") == case.replace("/", " allocator=x/")
+    assert case_of_llama(settings) == case
+    assert case_of_llama(settings, "x") == case.replace("/", " allocator=x/")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem.sharding import state_shardings
+from tests import small_leaves
 from tests.compilation import SAME_BITS
 from tests.contract_cases import skip_old_multi_steps
 from tests.meshes import mesh_of
@@ -39,7 +40,7 @@ def mesh(devices=4, kind=AxisType.Explicit):
 
 
 def made(name):
-    row = lowmem.OPTIMIZERS[name]
+    row = small_leaves.record(name)
     storage = row.make(row.learning_rate).engine.storage
     return row.make(row.learning_rate, storage=dataclasses.replace(storage, policy=POLICY))
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
+from tests import small_leaves
 from tests.tiers import rows
 
 
@@ -28,7 +29,7 @@ from tests.tiers import rows
 )
 def test_scalar_and_empty_leaves(name, dtype):
     """They keep f32 slots, so a scalar moves as the plain optimizer's f32 one does."""
-    row = lowmem.OPTIMIZERS[name]
+    row = small_leaves.record(name)
     tx = row.make(row.learning_rate, storage=lowmem.Storage(policy=lowmem.Policy(min_size=0)))
     plain = row.plain(row.learning_rate)
     masters = {"scalar": jnp.float32(1.5), "empty": jnp.zeros(0), "hollow": jnp.zeros((3, 0, 2)),

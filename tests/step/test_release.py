@@ -17,7 +17,7 @@ from optax_lowmem import release
 from optax_lowmem._src.core import random
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.step import gpu as gpu_step
-from tests import launch_cases, tolerances
+from tests import launch_cases, small_leaves, tolerances
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import POLICY, RULES, assert_alike, assert_same, changes, distance
 from tests.tiers import rows
@@ -85,7 +85,7 @@ MATRICES = {"embed": optax.contrib.MuonDimensionNumbers(), "shared": None, "unre
 
 def make(name, learning_rate=lambda count: 1e-2 / (1 + count), **options):
     """An optimizer of the table, with small leaves compressed and blocks inside layers."""
-    row = lowmem.OPTIMIZERS[name.removesuffix("-int4")]
+    row = small_leaves.record(name.removesuffix("-int4"))
     storage = dataclasses.replace(row.make(1e-2).engine.storage, policy=POLICY)
     if name.endswith("-int4"):
         storage = lowmem.Storage.four_bit(policy=POLICY)
@@ -93,8 +93,6 @@ def make(name, learning_rate=lambda count: 1e-2 / (1 + count), **options):
         options = {"muon_weight_dimension_numbers": MATRICES, **options}
     if name in MINI:
         options = {"blocks": BLOCKS, **options}
-    if name == "flash_factored_adamw":  # of no matrix are the layers rows
-        options = {"min_dim_size_to_factor": LAYERS + 1, **options}
     return row.make(learning_rate, storage=storage, **options)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem.sharding import state_shardings
+from tests import small_leaves
 from tests.compilation import SAME_BITS
 from tests.meshes import mesh_of
 from tests.tiers import rows
@@ -21,7 +22,7 @@ SPECS = {"rows": P("x"), "vector": P("x"), "whole": P()}
 
 def made(name, **storage):
     """Without random bits, which are those of the part, not of the whole leaf."""
-    row = lowmem.OPTIMIZERS[name]
+    row = small_leaves.record(name)
     own = row.make(row.learning_rate).engine.storage
     exact = dict(rounding="nearest", master_weight_bits=32)
     return row.make(row.learning_rate, storage=dataclasses.replace(own, **exact, **storage))

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem._src.codecs.expansion import ExpandedCodec
 from optax_lowmem.sharding import state_shardings
+from tests import small_leaves
 from tests.compilation import SAME_BITS
 from tests.contract_cases import code_differences
 from tests.meshes import mesh_of
@@ -74,7 +75,7 @@ def gradients(steps=20):
 
 
 def made(name):
-    row = lowmem.OPTIMIZERS[name]
+    row = small_leaves.record(name)
     storage = row.make(LEARNING_RATE).engine.storage
     return row.make(LEARNING_RATE, storage=storage)
 

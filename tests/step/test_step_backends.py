@@ -29,7 +29,7 @@ from optax_lowmem._src.step import gpu as gpu_step
 from optax_lowmem._src.step.batch import Leaf, LeafBatch
 from optax_lowmem._src.step.rule import OF_BLOCK
 from optax_lowmem._src.step.tpu import pallas_tpu
-from tests import launch_cases, tolerances, triton_on_numpy
+from tests import launch_cases, small_leaves, tolerances, triton_on_numpy
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import RULES, covering, pairwise
 from tests.launch_cases import storage
@@ -85,7 +85,7 @@ def builder(optimizer):
     """storage -> optimizer, of a name of the table, or such a function itself."""
     if callable(optimizer):
         return optimizer
-    row = lowmem.OPTIMIZERS[optimizer]
+    row = small_leaves.record(optimizer)
     return functools.partial(row.make, LEARNING_RATE, **OPTIONS.get(optimizer, {}))
 
 
@@ -759,7 +759,7 @@ def test_what_it_takes(kernel, build, options):
 
 @pytest.mark.parametrize("kernel", ["triton", "pallas_tpu"])
 def test_it_takes_every_optimizer_and_weight(kernel):
-    for record in lowmem.OPTIMIZERS.values():
+    for record in map(small_leaves.record, lowmem.OPTIMIZERS):
         own = record.make(1e-3).engine.storage
         for split, bits in itertools.product(("bits", "ulp"), (24, 32)):
             how = dict(mu=own.mu, nu=own.nu, split=split, master_weight_bits=bits)

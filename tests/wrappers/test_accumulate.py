@@ -119,6 +119,17 @@ def test_value_and_grad_is_that_of_the_whole_batch():
     assert (found.std(0) > 0).any(), "another seed rounds otherwise"
 
 
+def test_value_and_grad_adds_in_f32():
+    """Powers of two add without rounding in f32, and lose the small ones in bf16."""
+    batch = {"x": jnp.exp2(jnp.arange(8.0)[:, None] * -2), "y": jnp.ones((8, 1))}
+    params = {"w": jnp.ones((1, 1)), "scale": jnp.ones(3)}
+    exact = float(batch["x"].mean())
+    of_f32 = jax.jit(lowmem.value_and_grad(linear_loss, 8, dtype="float32"))(params, batch, 0)[1]
+    of_bf16 = jax.jit(lowmem.value_and_grad(linear_loss, 8))(params, batch, 0)[1]
+    assert {g.dtype for g in jax.tree.leaves(of_f32)} == {jnp.dtype(jnp.float32)}
+    assert float(of_f32["w"][0, 0]) == exact != float(of_bf16["w"][0, 0])
+
+
 def test_value_and_grad_of_one_micro_batch_is_jaxs():
     params = {"w": jnp.ones((8, 1)), "scale": jnp.ones(3)}
     batch = {"x": jnp.ones((4, 8)), "y": jnp.ones((4, 1))}

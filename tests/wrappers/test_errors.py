@@ -184,6 +184,8 @@ ARGUMENTS = {
             for every in (0, -1, 2.0, True, "4")],
         r"micro_batches must be a number of micro-batches, at least 1, got 0\.$": [
             lambda: lowmem.value_and_grad(jnp.sum, 0)],
+        "dtype must be one of bfloat16, float32, got 'float16'": [
+            lambda: lowmem.value_and_grad(jnp.sum, 2, dtype="float16")],
         "into must be one of bfloat16, moments, got 'float32'": [
             lambda: lowmem.accumulate_gradients(optax.sgd(0.1), 4, "float32")],
         "eps must be >= 0, got -0.1": [lambda: adamw(eps=-0.1)],

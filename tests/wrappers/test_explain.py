@@ -12,6 +12,7 @@ import optax_lowmem as lowmem
 from benchmarks.model_shapes import gpt2_124m, llama_3_1_8b
 from optax_lowmem import Storage
 from optax_lowmem._src.core import trees
+from optax_lowmem._src.wrappers import stale_corrections
 from tests.tiers import in_turn, rows
 
 PARAMS = {
@@ -259,11 +260,12 @@ def test_stale_corrections_are_found(name):
     assert started(make()) == [*found.warnings, *found.warnings]
 
 
-def test_a_batch_that_is_too_long_to_try_is_told():
-    late = optax.MultiSteps(optax.chain(lowmem.flash_adamw(1e-3), optax.scale(0.5)), 1000)
+def test_a_batch_that_is_too_long_to_try_is_told(monkeypatch):
+    monkeypatch.setattr(stale_corrections, "_MICRO_BATCHES", 4)
+    late = optax.MultiSteps(optax.chain(lowmem.flash_adamw(1e-3), optax.scale(0.5)), 5)
     (found,) = lowmem.explain(late, PARAMS).warnings
     assert found == (
-        "could not try a step to look for stale corrections: no batch of at most 64 micro-batches"
+        "could not try a step to look for stale corrections: no batch of at most 4 micro-batches"
     )
 
 

@@ -34,6 +34,15 @@ def test_adding_takes_the_fused_step(apply, jit, dtype, monkeypatch):
     assert_same_bits(train_step(*start), expected)
 
 
+@pytest.mark.parametrize("other", [jnp.ones((64, 64), jnp.bfloat16), jnp.ones((2, 64, 64))])
+def test_an_update_is_added_to_its_parameter_alone(other):
+    tx = lowmem.fuse_updates(optimizer())
+    params, state = lowmem.init(tx, {"w": jnp.ones((64, 64))}, jnp.float32)
+    updates, _ = tx.update(params, state, params)
+    with pytest.raises(ValueError, match=r"float32\[64, 64\] is added to .*\[(2, )?64, 64\]"):
+        optax.apply_updates({"w": other}, updates)
+
+
 def test_a_sum_is_no_array():
     tx = lowmem.fuse_updates(optimizer())
     params, state = lowmem.init(tx, {"w": jnp.ones((64, 64))})

@@ -30,9 +30,8 @@ def constructors():
 
 
 def arguments(name, required):
-    inner = lowmem.flash_adam(1e-3) if name in ("accumulate_gradients", "pack_small_leaves") else (
-        optax.adam(1e-3))  # fmt: skip
-    return {key: GIVEN.get(key, inner) for key in required}
+    make = lowmem.flash_adam if name == "accumulate_gradients" else optax.adam
+    return {key: GIVEN.get(key, make(1e-3)) for key in required}
 
 
 @pytest.mark.parametrize(("name", "required"), list(constructors()))

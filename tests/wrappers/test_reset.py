@@ -81,7 +81,6 @@ def test_zero_where_asked_and_the_same_elsewhere(name):
         ),
         pytest.param(lambda: lowmem.split_master_weights(optax.adam(0.1)), marks=pytest.mark.full),
         lambda: lowmem.flash_factored_adamw(0.1, min_dim_size_to_factor=32),
-        lambda: lowmem.pack_small_leaves(lowmem.flash_adamw(0.1)),
     ],
 )
 def test_all_moments_of_a_wrapped_state(make):
@@ -123,9 +122,3 @@ def test_masks_that_fit_nothing(where, message):
     _, state = trained(lowmem.flash_adamw(0.1))
     with pytest.raises((TypeError, ValueError), match=message):
         lowmem.reset(state, where)
-
-
-def test_a_packed_state_is_reset_as_a_whole():
-    _, state = trained(lowmem.pack_small_leaves(lowmem.flash_adamw(0.1)))
-    with pytest.raises(ValueError, match="pack_small_leaves"):
-        lowmem.reset(state, {"a": True})

@@ -76,22 +76,15 @@ def count(text: str) -> tuple[dict[str, int], int]:
 
 
 def passes_of(on: Mesh, case: str, name: str) -> Rows:
-    """The records of a layer, of its forward pass and of both."""
+    """The records of a layer, of its forward and backward pass."""
     layer, params, x = abstract(name, Shape.parse(case), "cudnn")
-    found: Rows = []
-    for which, function, args in (
-        ("forward", layer, (params, x)),
-        ("both", activation_layers.backward(layer), (params, x, x)),
-    ):
-        moved, launches = count(program(on, function, *args))
-        values = {
-            f"{which}_traffic_bytes": (sum(moved.values()), "B"),
-            f"{which}_launches": (launches, ""),
-        }
-        found += records.records_of(
-            "activation_passes", case, name, values, device=records.H100_NEVER_RUN, kinds=moved
-        )
-    return found
+    moved, launches = count(program(on, activation_layers.backward(layer), params, x, x))
+    values = {
+        "both_traffic_bytes": (sum(moved.values()), "B"),
+        "both_launches": (launches, ""),
+    }
+    more = {"device": records.H100_NEVER_RUN, "kinds": moved}
+    return records.records_of("activation_passes", case, name, values, **more)
 
 
 @records.suite(

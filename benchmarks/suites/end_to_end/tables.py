@@ -55,35 +55,34 @@ def peak(of: dict[str, dict]) -> dict[str, Any]:
 
 
 def programs(rows: Rows) -> Table:
-    """Tokens a second, the peak of memory, and the share of the chip's FLOP/s, by program."""
-    body, used = [], []
-    for case, own in steps(rows).items():
-        for name, of in own.items():
-            body.append([
-                MODELS[case][0], ACCUMULATED.get(name, MODELS[case][1]), PROGRAMS[name],
-                cell(of["tokens_per_s"], "{:,.0f}"), cell(peak(of), "{:.1f}", GIB),
-                cell(of["mfu"], "{:.0%}"), cell(of["compile_s"], "{:.0f}"),
-            ])  # fmt: skip
+    """A line for each program: tokens a second, share of the chip's FLOP/s, and peak of memory."""
+    found, body, used = steps(rows), [], []
+    for name, says in PROGRAMS.items():
+        if name.endswith("-ckpt"):
+            continue
+        cells = []
+        for own in found.values():
+            with_checkpoints = name not in own
+            of = own.get(f"{name}-ckpt" if with_checkpoints else name, {})
+            words = (cell(of["tokens_per_s"], "{:,.0f}"), cell(of["mfu"], "{:.0%}"),
+                     cell(peak(of), "{:.1f} GiB", GIB)) if of else ()  # fmt: skip
+            cells.append(", ".join([*words, *["checkpointing"] * bool(of and with_checkpoints)]))
             used += of.values()
-    head = ["model", "tokens", "program", "tokens/s", "peak, GiB", "MFU of 16 bits",
-            "compilation or warm-up, s"]  # fmt: skip
-    return head, body, used
+        tokens = f", {ACCUMULATED[name]}" if name in ACCUMULATED else ""
+        body += [[says + tokens, *cells]] if any(cells) else []
+    return ["program", *(", ".join(MODELS[case]) for case in found)], body, used
 
 
 def losses(rows: Rows) -> Table:
-    """The loss of the linear head alone, and with its gradients."""
-    found = grouped(select(on_gpus(rows), bench="end_to_end"), "impl", "case", "metric")
-    body, used = [], []
+    """The loss of the linear head with its gradients."""
+    every = select(on_gpus(rows), bench="end_to_end", case="loss and gradients")
+    found, body, used = grouped(every, "impl", "metric"), [], []
     for name in filter(found.get, LOSSES):
-        line = [name]
-        for case in ("loss and gradients", "loss alone"):
-            of = found[name][case]
-            line.append(cell(of["device_ms"], "{:.1f}"))
-            line.append(cell(of["temporary_bytes"], "{:.2f}", GIB))
-            used += of.values()
-        body.append(line)
-    head = ["16,384 tokens, 128,256 x 2048", "loss and gradients, ms", "temporaries, GiB",
-            "loss alone, ms", "temporaries, GiB"]  # fmt: skip
+        of = found[name]
+        body.append([name, cell(of["device_ms"], "{:.1f}"),
+                     cell(of["temporary_bytes"], "{:.2f}", GIB)])  # fmt: skip
+        used += [of["device_ms"], of["temporary_bytes"]]
+    head = ["16,384 tokens, 128,256 x 2048", "loss and gradients, ms", "temporaries, GiB"]
     return head, body, used
 
 

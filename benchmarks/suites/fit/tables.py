@@ -20,28 +20,23 @@ def fits(rows: Rows) -> dict[str, dict[str, dict[str, dict]]]:
 def table(rows: Rows) -> Table:
     found, body, used = fits(rows), [], []
     for case, own in found.items():
-        common, base = own.get(ALL, {}).get("common_batch"), None
+        base = None
         for name, of in own.items():
             if "max_batch" not in of:
                 continue
             most = int(of["max_batch"]["value"])
-            batches = (int(common["value"]) if common else 0, most)
-            at = [found.get(f"{case}-b{b}", {}).get(name, {}) if b else {} for b in batches]
-            rates = [one.get("tokens_per_s") for one in at]
-            base = base or rates[1]
-            peak = at[0].get("peak_bytes") or at[0].get("planned_bytes")
+            rate = found.get(f"{case}-b{most}", {}).get(name, {}).get("tokens_per_s")
+            base = base or rate
             body.append([
                 case, f"`{name}`", cell(of["own_bytes"], "{:.1f}", GIB),
                 cell(of["sequence_bytes"], "{:.2f}", GIB) if most else "",
-                cell(peak, f"{{:.1f}} (batch {batches[0]})", GIB),
-                str(most) if most else "out of memory",
-                *(cell(rate, "{:,.0f}") for rate in rates),
-                cell(rates[1], "{:.2f} x", base["value"]) if base else "",
+                str(most) if most else "out of memory", cell(rate, "{:,.0f}"),
+                cell(rate, "{:.2f} x", base["value"]) if base else "",
             ])  # fmt: skip
-            used += [*of.values(), *(row for one in at for row in one.values())]
+            used += [of[metric] for metric in ("own_bytes", "sequence_bytes", "max_batch")]
+            used += [rate] if rate else []
     head = ["model", "optimizer, activations", "weights and state, GiB", "a sequence more, GiB",
-            "peak, GiB", "largest batch", "tokens/s at the same batch", "tokens/s at the largest",
-            "relative to the baseline"]  # fmt: skip
+            "largest batch", "tokens/s", "relative to the baseline"]  # fmt: skip
     return head, body, used
 
 

@@ -60,9 +60,6 @@ def encoded_once(true: dict[str, jax.Array], copies: tuple[Copy, ...]) -> dict[C
     return {c: codecs.decode_array(c.codec, *own, c.group) for c, own in coded.items()}
 
 
-FORMAT_RANGE = 1 / codecs.e4m3().smallest  # E4M3's, 229376
-
-
 def spans(x: np.ndarray, group: int = PAPER_GROUP) -> np.ndarray:
     """log10(max / min) over what is not 0, for each group with two or more of such."""
     view = np.abs(np.asarray(groups.to_groups(jnp.asarray(x), group))).reshape(-1, group)
@@ -74,14 +71,10 @@ def spans(x: np.ndarray, group: int = PAPER_GROUP) -> np.ndarray:
 
 # Codecs of v with their groups, and whether a code may be 0 where v is not.
 FLOORS: dict[str, tuple[Any, int, bool]] = {
-    "sqrt, paper": (codecs.sqrt_paper(), 32, False),
     "sqrt, no floor": (codecs.sqrt(), 32, True),
     "sqrt": (codecs.sqrt(), 32, False),
     "E4M3, no floor": (codecs.e4m3(signed=False), 128, True),
     "E4M3": (codecs.e4m3(signed=False), 128, False),
-    "DE8, no floor": (codecs.dynamic(signed=False), 128, True),
-    "DE8": (codecs.dynamic(signed=False), 128, False),
-    "E4M3 + expansion": (codecs.expanded_e4m3(signed=False), 128, False),
 }
 
 
@@ -102,10 +95,7 @@ def _floor_sums(
             divisor = groups.spread_tree(divisor, nu.shape[-1], group)
             decoded = jnp.where(codec.position(codec.magnitude(nu), divisor) < 0.5, 0, decoded)
         lost = (nu > 0) & (decoded <= 0)
-        hit = jnp.any(groups.to_groups(lost, group), axis=-1)
-        error, signal = (step(decoded) - step(nu)) ** 2, step(nu) ** 2
-        counted = (lost, nu > 0, hit, jnp.ones_like(hit), error, jnp.where(lost, 0, error), signal)
-        sums = jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in counted])
+        sums = jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in (lost, nu > 0)])
         return sums, jnp.max(jnp.abs(step(decoded)))
 
     return {name: of(*how) for name, how in FLOORS.items()}
@@ -119,12 +109,9 @@ def floor_effect(
 
     def effect(name: str) -> dict[str, float]:
         sums = np.sum([leaf[name][0] for leaf in leaves], axis=0, dtype=np.float64)
-        lost, elements, hit, all_groups, error, elsewhere, signal = map(float, sums)
+        lost, elements = map(float, sums)
         return {
             "lost_share": lost / elements,
-            "groups_share": hit / all_groups,
-            "nmse": error / signal,
-            "nmse_elsewhere": elsewhere / signal,
             "largest_step": max(float(leaf[name][1]) for leaf in leaves),
         }
 

@@ -16,7 +16,7 @@ _WAYS = {"once": ("|", GREY), NEAREST: ("o", ORANGE), STOCHASTIC: ("o", BLUE)}  
 
 def equal_bytes() -> Any:
     run = some(measured(newest(all_records(), bench="formats")))
-    found = {way: run.matrix(f"{way} at {formats.BUDGETS[0]}", "median_nmse") for way in _WAYS}
+    found = {way: run.matrix(f"{way} at {formats.BUDGET}", "median_nmse") for way in _WAYS}
     fig, axes = plt.subplots(2, 1, figsize=(7.2, 5.6), sharex=True)
     for ax, slot, title in zip(axes, (MU, NU), ("first moment", "second moment"), strict=True):
         alone = {

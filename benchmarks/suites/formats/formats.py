@@ -11,14 +11,13 @@ from optax_lowmem.codecs import GroupCodec
 MU, NU = "mu", "nu"
 NEAREST, STOCHASTIC = "nearest", "stochastic"
 PAPER_GROUP = 128  # of COAT's tables, for every format
-# Bytes a value at which formats are compared: COAT's (a word for 128 values) and FlashOptim's.
-BUDGETS = (1.03125, 1.0625)
+BUDGET = 1.03125  # bytes per value at which formats are compared: COAT's, a word for 128 values
 
 E4M3, E5M2, DE8 = "E4M3", "E5M2", "DE8"
 E4M3_X, E5M2_X, DE8_X = (f"{name} + expansion" for name in (E4M3, E5M2, DE8))
 FLASH, FLASH_PAPER = "companded", "companded, paper"
 AFFINE, AFFINE_PAPER, LINEAR, BNB = "affine", "affine, paper", "linear", "bitsandbytes"
-FINE, FINE_X = "E3M4, UE4M4", "E3M4, UE4M4 + expansion"
+FINE, FINE_X = "E3M4, UE4M4", "E3M4, UE4M4 + expansion"  # trials, not in the package
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +82,6 @@ FOUR_BITS: dict[str, Format] = {
     "4 bits: softsign, sqrt": Format(codecs.softsign4(), codecs.sqrt4(), 64),
     "4 bits: quantiles, octaves": Format(codecs.normal4(), codecs.log4(), 64),
 }
-PAPERS = (FLASH_PAPER, AFFINE_PAPER)  # as published, flaws included
-TRIALS = (FINE, FINE_X)  # not in the package
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -117,10 +114,10 @@ class Copy:
 Pair = tuple[Copy, Copy]
 
 
-def column(slot: str, budget: float, rounding: str) -> list[Copy]:
+def column(slot: str, rounding: str) -> list[Copy]:
     """Every format of a slot at equal bytes, rounded the same way where it is ever rounded so."""
     return [
-        Copy(slot, name, round(codec.scale.dtype.itemsize / (budget - 1)), rounding)
+        Copy(slot, name, round(codec.scale.dtype.itemsize / (BUDGET - 1)), rounding)
         for name, how in FORMATS.items()
         if (codec := getattr(how, slot)) is not None and rounding in how.roundings and name != BNB
     ]
@@ -150,13 +147,10 @@ OPTIMIZERS: dict[str, Pair] = {
 
 
 def copies() -> list[Copy]:
-    """All that are kept in closed loop: at equal bytes, in each one's own group, in optimizers."""
+    """All that are kept in closed loop: at equal bytes, and in optimizers."""
     found = {copy for pair in OPTIMIZERS.values() for copy in pair}
     for slot, rounding in itertools.product((MU, NU), (NEAREST, STOCHASTIC)):
-        found |= {copy for budget in BUDGETS for copy in column(slot, budget, rounding)}
-        found |= {Copy(slot, name, how.group, rounding) for name, how in FORMATS.items()
-                  if getattr(how, slot) is not None and rounding in how.roundings}  # fmt: skip
-        found.add(Copy(slot, FLASH, PAPER_GROUP, rounding))
+        found |= {*column(slot, rounding)}
     return sorted(found)
 
 

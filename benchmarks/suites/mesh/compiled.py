@@ -15,14 +15,14 @@ import jax
 import train_llama
 from _gpt.train import planned_bytes
 from _llama import mesh, train
-from _llama.config import DOTS, FULL, NONE, PRESETS
+from _llama.config import FULL, PRESETS
 
 from benchmarks import absent_gpu, records
 from benchmarks.render import GIB, Rendered, Table, cell
 from benchmarks.suites.mesh.scaling import IMPLEMENTATIONS, LAYOUTS, NAMES, jobs, words_of
 
 MEASURED = "NVIDIA H200"
-REMAT = {NONE: "no", DOTS: "all but products", FULL: "yes"}
+AGAIN = "*"  # behind a size: layers are computed again
 
 
 def measure(words: list[str], devices: int) -> dict[str, Any]:
@@ -63,26 +63,23 @@ def main(args: argparse.Namespace) -> Iterator[records.Rows]:
 
 
 def table(rows: records.Rows) -> Table:
-    """GiB per device as compiled, and as `scaling` measured them."""
+    """GiB per device as compiled, and as `scaling` measured them, by devices and layout."""
+    every = records.select(rows, bench="scaling", metric="peak_bytes", device=MEASURED)
     peaks = {
-        (row["model"], row["run"]["batch"], row["layout"], row["devices"], row["impl"]): row
-        for row in records.select(rows, bench="scaling", metric="peak_bytes", device=MEASURED)
+        (r["model"], r["run"]["batch"], r["layout"], r["devices"], r["impl"]): r for r in every
     }
-    used, shown, body = records.select(rows, bench="scaling_memory"), [], []
-    for by_impl in records.grouped(used, "case", "impl", "metric").values():
-        for impl, metrics in by_impl.items():
-            row = metrics["compiled_bytes"]
-            model, each, layout, devices = (row[k] for k in ("model", "each", "layout", "devices"))
-            peak = peaks.get((model, each * devices, layout, devices, impl))
-            sizes = (metrics["device_bytes"], row, peak)
-            shown += filter(None, sizes)
-            body.append([
-                model, str(each), f"`{impl}`", "" if devices == 1 else NAMES[layout],
-                str(devices), REMAT[row["remat"]], *(cell(size, "{:.1f}", GIB) for size in sizes),
-            ])  # fmt: skip
-    head = "model, batch per device, implementation, layout, devices, layers computed again"
-    sizes_head = "weights and state, GiB per device; a step, compiled for H100s; measured on H200s"
-    return [*head.split(", "), *sizes_head.split("; ")], body, shown
+    found, lines = records.select(rows, bench="scaling_memory", metric="compiled_bytes"), {}
+    used, columns = [], sorted({(row["devices"], row["layout"]) for row in found})
+    for row in found:
+        model, each, layout, devices = (row[k] for k in ("model", "each", "layout", "devices"))
+        peak = peaks.get((model, each * devices, layout, devices, row["impl"]))
+        again = f" {AGAIN}" if row["remat"] == FULL else ""
+        text = cell(row, "{:.1f}", GIB) + cell(peak, " ({:.1f})", GIB) + again
+        lines.setdefault((model, str(each), f"`{row['impl']}`"), {})[devices, layout] = text
+        used += filter(None, (row, peak))
+    body = [[*line, *(of.get(column, "") for column in columns)] for line, of in lines.items()]
+    names = ["1 GPU" if n == 1 else f"{n}, {NAMES[layout]}" for n, layout in columns]
+    return ["model", "batch per device", "implementation", *names], body, used
 
 
 TABLES = {"scaling_memory": Rendered(table, "scaling_memory")}

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks import records
-from benchmarks.render import GIB, Rendered, Table, by_machine, cell, markdown, source
+from benchmarks.render import GIB, Rendered, Table, cell, markdown
 from benchmarks.suites.end_to_end.in_torch import versions
 from benchmarks.suites.mesh import in_torch
 from benchmarks.suites.mesh.bench import Failed, process
@@ -168,52 +168,38 @@ def main(argv: Sequence[str] | None = None) -> int:
             records.show(rows)
             records.keep(rows, args.record)
             every += rows
-    print(by_machine(every, _table))
+    print(markdown(*_table(every)[:2]))
     return int(failed)
 
 
-def table(rows: records.Rows) -> str:
-    """A table for each kind of GPU and version of JAX."""
-    found = records.on_gpus(records.newest(rows, bench="scaling"))
+def table(rows: records.Rows) -> Table:
+    """Tokens per second and the peak in GiB of each model and implementation, by devices."""
+    found = records.on_gpus(records.select(rows, bench="scaling"))
     found = [row for row in found if row["impl"].partition(", ")[2] not in FLAGS]
-    if not found:
-        return "Not measured yet. `python -m benchmarks.run scaling --record` measures it.\n"
-    return by_machine(found, lambda own: _table(own) + source(own))
+    return _table(found)
 
 
-def _table(rows: records.Rows) -> str:
+def _table(rows: records.Rows) -> Table:
     rows = [row | {"each": row["run"]["batch"] // row["devices"]} for row in rows]
-    values = records.grouped(rows, "model", "each", "impl", "layout", "devices", "metric")
-    body = []
-    cases = [
-        (model, each, impl, layouts)
-        for model, by_batch in values.items()
-        for each, by_impl in sorted(by_batch.items())
-        for impl, layouts in by_impl.items()
-    ]
-    for *case, layouts in cases:
-        one = layouts.get("fsdp", {}).get(1, {})
-        for layout, by_devices in layouts.items():
-            for devices, found in sorted(by_devices.items()):
-                body.append(_row(*case, layout, devices, found, one))
-    head = "model, batch per device, implementation, layout, devices, tokens/s, share of n times "
-    return markdown(f"{head}one, peak GiB per device, compile s".split(", "), body)
+    columns = sorted({(row["devices"], row["layout"]) for row in rows})
+    names = ["1 GPU" if n == 1 else f"{n}, {NAMES[layout]}" for n, layout in columns]
+    values, body = records.grouped(rows, "model", "each", "impl", "devices", "layout", "metric"), []
+    for model, by_batch in values.items():
+        for each, by_impl in sorted(by_batch.items()):
+            for impl, of in by_impl.items():
+                cells = []
+                for devices, layout in columns:
+                    own = of.get(devices, {}).get(layout, {})
+                    peak = cell(own.get("peak_bytes"), "; {:.1f}", GIB)
+                    cells.append(cell(own.get("tokens_per_s"), "{:,.0f}") + peak)
+                body.append([model, str(each), f"`{impl}`", *cells])
+    return ["model", "batch per device", "implementation", *names], body, rows
 
 
 def _speed(rate: Any, one: Any, devices: int) -> list[str]:
     """Return tokens per second and their share of n times one device's; "" without a record."""
     share = f"{rate['value'] / (devices * one['value']):.2f}" if rate and one else ""
     return [cell(rate, "{:,.0f}"), share]
-
-
-def _row(
-    model: str, each: int, impl: str, layout: str, devices: int, found: dict[str, Any], one: Any
-) -> list[str]:
-    return [
-        model, str(each), f"`{impl}`", "" if devices == 1 else NAMES[layout], str(devices),
-        *_speed(found.get("tokens_per_s"), one.get("tokens_per_s"), devices),
-        cell(found.get("peak_bytes"), "{:.1f}", GIB), cell(found.get("compile_s"), "{:.0f}"),
-    ]  # fmt: skip
 
 
 def fsdp(rows: records.Rows) -> Table:
@@ -253,7 +239,7 @@ def flags(rows: records.Rows) -> Table:
 
 
 TABLES = {
-    "scaling": table,
+    "scaling": Rendered(table, "scaling"),
     "scaling_fsdp": Rendered(fsdp, "scaling"),
     "scaling_flags": Rendered(flags, "scaling --flags default sequential combine-1g"),
 }

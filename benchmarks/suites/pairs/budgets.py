@@ -11,18 +11,24 @@ from benchmarks.claims.equivalence import Margin
 from benchmarks.claims.findings import MARGIN, Pair, Trained, beside
 from benchmarks.records import Rows, last
 from benchmarks.render import Rendered, Table
+from benchmarks.suites.pairs.presets import VARIANTS
 
 PRESET, RULE, BASE = "gpt-42m", "adam", "adamw"
 CASE = f"{PRESET}/{RULE}"
 # what one may choose: no controls, no published forms
 CHOICES = (
-    "flash_adamw", "coat_adamw", "flash_adamw-bf16-rounded", "flash_adam_mini",
-    "flash_factored_adamw", "flash_factored_adamw-four-bit",
+    "flash_adamw", "stable_adamw", "coat_adamw", "flash_adamw-bf16-rounded", "flash_adam_mini",
+    "q_adam_mini", "flash_factored_adamw", "flash_factored_adamw-four-bit",
     "flash_factored_adamw-four-bit-32", "flash_factored_adamw-four-bit-stochastic",
     "flash_factored_adamw-four-bit-stochastic-32",
     "flash_adamw-four-bit", "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-sqrt-nu",
     "flash_adamw-four-bit-nearest", "flash_adam_mini-four-bit",
     "flash_adamw-four-bit-bf16-rounded",
+)  # fmt: skip
+# what Adam-mini's rule costs, and what our formats cost beside the same rule in f32
+MINI = (
+    (BASE, "adam_mini"), ("adam_mini", "flash_adam_mini"), ("adam_mini", "q_adam_mini"),
+    ("adam_mini", "flash_adam_mini-four-bit"),
 )  # fmt: skip
 FOUR_BITS = Margin(0.15)  # of the loss
 # the first runs of it were looked at on a quarter of the held-out windows
@@ -110,7 +116,22 @@ def larger(rows: Rows) -> Table:
     return ["state", "run", "we measured", "the same means", ""], body, used
 
 
+def adam_mini(rows: Rows) -> Table:
+    body, used = [], []
+    for base, name in MINI:
+        try:
+            pair = beside(rows, CASE, base, name)
+        except Missing:
+            continue
+        margin = FOUR_BITS if "four-bit" in name else MARGIN
+        body.append([f"{VARIANTS[name].says}, over {VARIANTS[base].says}", str(len(pair.plain)),
+                     str(pair.interval), str(margin), pair.verdict(margin)])  # fmt: skip
+        used += pair.rows
+    return ["trained", "seeds", "held-out loss", "the same means", ""], body, used
+
+
 TABLES = {
+    "adam_mini_losses": Rendered(adam_mini, "pairs --preset gpt-42m"),
     "budget_losses": Rendered(table, "pairs --preset gpt-42m"),
     "budget_losses_larger": Rendered(larger, "pairs --preset llama-134m"),
 }

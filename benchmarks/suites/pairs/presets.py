@@ -116,6 +116,9 @@ VARIANTS: dict[str, Variant] = {
     "flash_adamw-four-bit-bf16-rounded": _adam(
         "4-bit moments, bf16 weights rounded stochastically", _FOUR(**_ROUNDED)
     ),
+    "stable_adamw": Variant("stable_adamw", ADAM, lowmem.stable_adamw),
+    "adam_mini": _plain("adam_mini, f32", lowmem.adam_mini, blocks=True),
+    "q_adam_mini": Variant("q_adam_mini", ADAM, lowmem.q_adam_mini, blocks=True),
     "flash_adam_mini": Variant("flash_adam_mini", ADAM, lowmem.flash_adam_mini, blocks=True),
     "flash_adam_mini-four-bit": _adam(
         "flash_adam_mini, 4-bit m", _FOUR(nu=None), lowmem.flash_adam_mini, blocks=True

@@ -33,13 +33,15 @@ ON_TRIAL = {
 SAYS = {name: of.says for name, of in VARIANTS.items()} | {
     name: f"{says}, f32 weights" for name, says in ON_TRIAL.items()
 }
-NEAR = ("flash_adamw", "coat_adamw")  # they differ from AdamW by roundings of 8 bits
+# they differ from AdamW by roundings of 8 bits
+NEAR = ("flash_adamw", "coat_adamw", "flash_adamw-bf16-rounded")
 # by more: two controls, 4-bit states of the package, and those on trial
 APART = (
     "adamw-lower", "adamw-higher", "flash_adamw-four-bit", "flash_adamw-four-bit-nearest",
     "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-sqrt-nu", "flash_factored_adamw",
     "flash_factored_adamw-four-bit", "flash_factored_adamw-four-bit-stochastic-32", *ON_TRIAL,
 )  # fmt: skip
+BASES = {LION: f"{PRESET}/{LION}", BASE: CASE}
 POWERS = (0.8, 0.9)
 # first and last points of the training loss: with the warm-up of 150 steps, and after it, before
 # runs have come apart
@@ -82,10 +84,11 @@ def of_two_seeds(rows: Rows) -> float:
 
 def pairs(rows: Rows) -> dict[str, Pair]:
     found = {}
-    try:
-        found[LION] = across_devices(rows, f"{PRESET}/{LION}", LION)
-    except Missing:
-        pass
+    for name, case in BASES.items():
+        try:
+            found[name] = across_devices(rows, case, name)
+        except Missing:
+            pass
     for name in (*NEAR, *APART):
         try:
             pair = beside(rows, CASE, BASE, name)
@@ -99,7 +102,7 @@ def pairs(rows: Rows) -> dict[str, Pair]:
 def losses(rows: Rows) -> Table:
     found, body = pairs(rows), []
     for name, pair in found.items():
-        says = SAYS[name] + (", over itself on another GPU" if name == LION else "")
+        says = SAYS[name] + (", over itself on another GPU" if name in BASES else "")
         body.append([says, str(len(pair.plain)), str(pair.interval), pair.verdict(FOUR_BITS),
                      *cells(statistics.stdev(pair.differences))])  # fmt: skip
     apart = [pair for name, pair in found.items() if name in APART]

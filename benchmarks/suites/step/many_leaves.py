@@ -1,7 +1,7 @@
 """Steps of many leaves, ours and optax's: time of compiling them, host time of calling them.
 
 python -m benchmarks.run compile --record   # CPU time and temporaries of compiling, nothing is run
-python -m benchmarks.run call --record      # ours also with small leaves packed
+python -m benchmarks.run call --record      # host time of a call
 
 The device has nothing to do when a call begins. A call that does not wait for its results takes the
 host so long; a program whose steps take the device longer than that hides it.
@@ -22,7 +22,6 @@ from benchmarks import records
 from benchmarks.peers import cases, in_jax
 
 NAMES = ("optax.adamw", "lowmem.step")
-PACKED = "lowmem.step, small leaves packed"
 CALLS = 60
 Values = dict[str, tuple[float, Any]]  # metric -> value and unit
 
@@ -37,13 +36,11 @@ def shapes(case: str) -> Any:
 
 
 def implementation(name: str) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[..., Any]]:
-    """Weights and state from parameters, and the step, of one of `NAMES` or `PACKED`."""
+    """Weights and state from parameters, and the step, of one of `NAMES`."""
     if name == "optax.adamw":
         theirs = optax.adamw(1e-3)
         return lambda p: (p, theirs.init(p)), in_jax.update_and_apply(theirs)
     tx = lowmem.flash_adamw(1e-3)
-    if name == PACKED:
-        tx = lowmem.pack_small_leaves(tx)
     return lambda p: lowmem.init(tx, p), in_jax.step_of(tx)
 
 
@@ -77,7 +74,7 @@ def called(name: str, case: str) -> Values:
 @records.suite(case={"nargs": "+", "default": ["gpt2-124m", "equal-1000"]})
 def call(args: argparse.Namespace) -> Iterator[records.Rows]:
     for case in args.case:
-        for name in (*NAMES, PACKED):
+        for name in NAMES:
             yield records.records_of("call", case, name, called(name, case))
 
 

@@ -1,4 +1,4 @@
-"""Steps of every optimizer, and the library's other programs, compiled for TPUs without one.
+"""Steps of optimizers compiled for TPUs on a machine without one.
 
 Nothing is run. The `device` of a record is the chip that was compiled for.
 """
@@ -12,39 +12,27 @@ import jax
 
 from benchmarks import records
 from benchmarks.records import Rows
-from benchmarks.suites.tpu import cases, parts
+from benchmarks.suites.tpu import cases
 from benchmarks.suites.tpu.program import Program
 
-BY_XLA = "XLA's estimate"
 
-
-def rows_of(kind: str, chip: str, case: str, impl: str) -> Rows:
-    if kind == "step":
-        program = cases.compile_case(chip, case, impl)
-        ideal, rewritten, twice = cases.ideal_bytes(chip, case, impl)
-    else:
-        program, ideal = parts.compile_part(chip, case, impl)
-    found, memory = Program(program.as_text()), program.memory_analysis()
-    traffic = found.traffic()
+def rows_of(chip: str, case: str, impl: str) -> Rows:
+    program = cases.compile_case(chip, case, impl)
+    found, (ideal, _) = Program(program.as_text()), cases.ideal_bytes(chip, case, impl)
     values = {
-        "traffic_ratio": (traffic / ideal, "x ideal"),
-        "temp_bytes": (memory.temp_size_in_bytes, "B"),
+        "traffic_ratio": (found.traffic() / ideal, "x ideal"),
+        "temp_bytes": (program.memory_analysis().temp_size_in_bytes, "B"),
     }
-    if kind == "step":
-        values["unaliased_bytes"] = (max(0.0, rewritten - memory.alias_size_in_bytes), "B")
-        if twice:
-            values["passes_ratio"] = (traffic / (ideal + twice), "x ideal")
-    if not found.kernels():  # those of kernels are not known
+    if not found.kernels():  # XLA has no estimate of a kernel
         values["cycles"] = (found.cycles(), "cycles")
-    more = {"device": f"TPU {chip} (compiled for, never run)", "cycles_of": BY_XLA}
-    return records.records_of("tpu", f"{kind}/{case}", impl, values, **more)
+    device = f"TPU {chip} (compiled for, never run)"
+    return records.records_of("tpu", case, impl, values, device=device)
 
 
 @records.suite(
     chip={"nargs": "+", "default": cases.CHIPS, "choices": cases.CHIPS},
-    case={"nargs": "*", "default": list(cases.LEAVES), "choices": list(cases.LEAVES)},
+    case={"nargs": "+", "default": list(cases.LEAVES), "choices": list(cases.LEAVES)},
     impl={"nargs": "+", "default": cases.IMPLEMENTATIONS, "choices": cases.IMPLEMENTATIONS},
-    part={"nargs": "*", "default": list(parts.PARTS), "choices": list(parts.PARTS)},
 )
 def main(args: argparse.Namespace) -> Iterator[Rows]:
     if importlib.util.find_spec("libtpu") is None:
@@ -52,6 +40,4 @@ def main(args: argparse.Namespace) -> Iterator[Rows]:
     jax.config.update("jax_enable_compilation_cache", False)
     for chip in args.chip:
         for case in args.case:
-            yield from (rows_of("step", chip, case, impl) for impl in args.impl)
-        for part in args.part:
-            yield from (rows_of("part", chip, part, impl) for impl in parts.PARTS[part])
+            yield from (rows_of(chip, case, impl) for impl in args.impl)

@@ -1,1 +1,1 @@
-"""Blocks of elements that share a second moment: their structure in a model, and their means."""
+"""Roles of parameters; blocks that share a second moment: structure in a model, and means."""

@@ -1,34 +1,31 @@
-"""Adam-mini's block of a leaf, from its Flax module's name and its shape; or why it is unknown."""
+"""Adam-mini's block of a leaf, from its role and its shape; or why it is unknown."""
 
 import math
 
 from optax_lowmem._src.blocks.leaves import (
-    BIASES,
     Heads,
     Leaves,
     ModuleLeaf,
     because,
     beside,
-    bias_of,
     layer_block,
-    layered,
     out_first,
     output_axis,
     whole,
     width_of,
-    words,
+)
+from optax_lowmem._src.blocks.roles import (
+    HEAD,
+    OUT,
+    QUERY,
+    most_axes,
+    output_axes,
+    role_of,
+    splits_heads,
 )
 from optax_lowmem._src.core.block import Block
 
 # ---- query and key of an attention: one block per head -------------------------------------------
-
-# module names: whole components, without Linen's number, in lower case
-QUERY = {"query", "q", "q_proj", "wq", "to_q", "query_proj", "q_attn"}
-KEY = {"key", "k", "k_proj", "wk", "to_k", "key_proj"}
-VALUE = {"value", "v", "v_proj", "wv", "to_v", "value_proj"}
-FUSED = {"c_attn", "qkv", "qkv_proj", "query_key_value", "wqkv", "to_qkv", "in_proj"}
-OUT = {"out", "o", "o_proj", "wo", "to_out", "out_proj", "c_proj", "proj", "dense", "output",
-       "attn_out"}  # fmt: skip
 
 AMBIGUOUS = (
     "the shape {} is neither (in, heads, head_dim), with an output projection of "
@@ -36,27 +33,10 @@ AMBIGUOUS = (
 )
 
 
-def splits_heads(leaf: ModuleLeaf, leaves: Leaves) -> bool:
-    """Return whether the 3-D kernels of an attention have a head axis, not stacked matrices.
-
-    They do if heads * head_dim is the same in the query (in, heads, head_dim) and in the output
-    projection (heads, head_dim, out), or if one of these is missing.
-    """
-    results = [leaf, beside(leaf, QUERY, leaves), beside(leaf, OUT, leaves)]
-    query = next((one for one in results if one is not None and one.module in QUERY), None)
-    out = next((one for one in results if one is not None and one.module in OUT), None)
-    if query is None or out is None:
-        return True
-    inner = [shape[-3:] for shape in (query.inner_shape, out.inner_shape)]
-    return math.prod(inner[0][1:]) == math.prod(inner[1][:-1])
-
-
 def query_or_key(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
     """Return one block per head, or why the number of heads is unknown."""
     rank, what = len(leaf.inner_shape), "a query" if leaf.module in QUERY else "a key"
-    if rank == 4:
-        leaf = layered(leaf)
-    if rank in (3, 4):
+    if rank == 3:
         given = counts.query if leaf.module in QUERY else counts.key
         heads = leaf.inner_shape[1]
         if not splits_heads(leaf, leaves):
@@ -178,106 +158,40 @@ def _fused_key_heads(leaf: ModuleLeaf, leaves: Leaves, heads: int) -> int | None
     return None if rest or kv < 1 else kv
 
 
-def has_query_and_key(leaf: ModuleLeaf, leaves: Leaves) -> bool:
-    """Return whether a leaf's group has a query and a key, and so is an attention."""
-    names = (QUERY, KEY)
-    return all(leaf.module in n or beside(leaf, n, leaves) is not None for n in names)
-
-
-# module names: whole components, without Linen's number, in lower case
-EMBEDDING = {"embed", "embedding", "embeddings", "embed_tokens", "token_embed", "token_embedder",
-             "tok_embeddings", "wte", "wpe", "pos_embed", "pos_embedding", "position_embedding",
-             "position_embeddings", "word_embeddings", "shared"}  # fmt: skip
-HEAD = {"lm_head", "logits_dense", "logits", "output_head", "embed_out", "unembed", "head",
-        "output", "final_layer"}  # fmt: skip
-MATRICES = {"dense", "linear", "mlp", "feed_forward", "gate_proj", "up_proj", "down_proj", "w1",
-            "w2", "w3", "wi", "wo", "w_gate", "w_up", "w_down", "c_fc", "c_proj", "fc", "fc1",
-            "fc2", "lm_head", "logits_dense"}  # fmt: skip
-_GENERIC = {"dense", "linear", "mlp", "fc"}
-_NORMS = {"norm", "ln", "layernorm", "rmsnorm", "batchnorm", "groupnorm"}
-
-
 def classify(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
     """Return the block of a leaf, or why it is unknown."""
+    role = role_of(leaf, leaves)
+    kind, leaf = role.kind, role.leaf
     if math.prod(leaf.shape) == 0:
         return Block((), description="elementwise", reason="the leaf is empty")
     if not leaf.inner_shape:
         return Block((), description="elementwise", reason=because(leaf, "a scalar"))
-    if leaf.array in BIASES:
-        return _bias(leaf, leaves)
-    if is_norm(leaf):
-        return _vector(leaf, "a norm's scale")
-    if is_embedding(leaf):
+    if kind in ("bias", "norm"):
+        what = "a bias" if kind == "bias" else "a norm's scale"
+        if len(leaf.inner_shape) > most_axes(kind, leaf, leaves):
+            return f"{what} of shape {leaf.shape} has too many axes"
+        return whole(leaf, what)
+    if kind == "embedding":
         rank = len(leaf.inner_shape)
         if rank < 2:
             return f"an embedding needs rows, but this leaf has shape {leaf.shape}"
         return layer_block(leaf, "per row", (rank - 1,), "an embedding: one block per row")
-    if leaf.array not in ("", "kernel", "w"):
-        return f"it is unknown whether '{leaf.array}' is (in, out) or (out, in)"
-    if "conv" in words(leaf.module):
+    if kind == "convolution":
         return whole(leaf, "a convolution: Adam-mini has no blocks for it")
-    return _matrix(leaf, leaves, counts)
-
-
-def is_embedding(leaf: ModuleLeaf) -> bool:
-    """Return whether a leaf is, by name, an input embedding table, not an output head."""
-    named = leaf.module in EMBEDDING and leaf.array in ("", "weight")
-    return leaf.array == "embedding" or named
-
-
-# ---- vectors and tables --------------------------------------------------------------------------
-
-
-def is_norm(leaf: ModuleLeaf) -> bool:
-    """Return whether a leaf is, by name, the scale of a norm."""
-    named = bool(words(leaf.module) & _NORMS)
-    return leaf.array == "scale" or (named and leaf.array in ("", "weight", "gamma"))
-
-
-def _vector(leaf: ModuleLeaf, what: str, rank: int = 1) -> Block | str:
-    if len(leaf.inner_shape) == rank + 1:
-        leaf = layered(leaf)
-    if len(leaf.inner_shape) > rank:
-        return f"{what} of shape {leaf.shape} has too many axes"
-    return whole(leaf, what)
-
-
-def _bias(leaf: ModuleLeaf, leaves: Leaves) -> Block | str:
-    kernel = leaves.get("/".join([*leaf.module_names, "kernel"]))
-    of_heads = leaf.module in QUERY | KEY | VALUE | FUSED and leaf.in_attention
-    fits = kernel is not None and kernel.inner_shape[-len(leaf.inner_shape) :] == leaf.inner_shape
-    rank = len(leaf.inner_shape) if fits else 2 if of_heads and kernel is None else 1
-    return _vector(leaf, "a bias", rank)
+    if kind == "fused":
+        return fused(leaf, leaves, counts)
+    if kind == "query":
+        return query_or_key(leaf, leaves, counts)
+    if kind == "value":
+        text = "a value of shape (in, heads, head_dim)"
+        return _projection(leaf, leaves, "a value projection", (0,), text)
+    if kind == "out":
+        text = "a projection of shape (heads, head_dim, out)"
+        return _projection(leaf, leaves, "an attention's projection", (0, 1), text)
+    return _dense(leaf, leaves) if kind == "dense" else role.reason
 
 
 # ---- matrices ------------------------------------------------------------------------------------
-
-
-def _matrix(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
-    """Return the block of a kernel or bare array, or why it is unknown."""
-    module, rank = leaf.module, len(leaf.inner_shape)
-    if rank < 2:
-        return f"no known kind of leaf with this name has shape {leaf.shape}"
-    # state-space layers have an in_proj too
-    if module in FUSED and (leaf.in_attention or module != "in_proj"):
-        return fused(leaf, leaves, counts)
-    if module in QUERY | KEY | VALUE:
-        if not (leaf.in_attention or has_query_and_key(leaf, leaves)):
-            return f"'{module}' is neither in an attention nor beside a query and key"
-        if module in VALUE:
-            text = "a value of shape (in, heads, head_dim)"
-            return _projection(leaf, leaves, "a value projection", (0,), text)
-        return query_or_key(leaf, leaves, counts)
-    attention = leaf.directly_in_attention or has_query_and_key(leaf, leaves)
-    # an attention's Dense_0 may be its query
-    if attention and module in OUT and leaf.module_names[-1].lower() == module:
-        text = "a projection of shape (heads, head_dim, out)"
-        return _projection(leaf, leaves, "an attention's projection", (0, 1), text)
-    if attention and module not in MATRICES - _GENERIC:
-        return f"no query, key, value or projection of an attention is called '{module}'"
-    if module in MATRICES | HEAD or leaf.array == "kernel":
-        return _dense(leaf, leaves)
-    return "neither its name nor its module is known"
 
 
 def _per_neuron(
@@ -290,19 +204,14 @@ def _per_neuron(
 
 
 def _dense(leaf: ModuleLeaf, leaves: Leaves) -> Block | str:
-    rank, bias = len(leaf.inner_shape), bias_of(leaf, leaves)
     what, text = "a kernel" if leaf.array else f"'{leaf.module}'", "per output neuron"
     if leaf.module in HEAD:
         what, text = "an output head", "per row"
-    if rank == 2:
+    if len(leaf.inner_shape) == 2:
         return _per_neuron(leaf, leaves, what, text)
-    if bias is not None and rank == 3:
-        features = bias.inner_shape
-        if len(features) < rank and leaf.inner_shape[-len(features) :] == features:
-            inputs = tuple(range(rank - len(features)))
-            return layer_block(leaf, text, inputs, f"{what} whose bias has outputs {features}")
-    if rank == 3 and leaf.module in MATRICES:
-        return _per_neuron(layered(leaf), leaves, what, text)
+    if count := output_axes(leaf, leaves):
+        inputs, features = tuple(range(3 - count)), leaf.inner_shape[-count:]
+        return layer_block(leaf, text, inputs, f"{what} whose bias has outputs {features}")
     return f"it is unknown which axes of shape {leaf.shape} are inputs"
 
 
@@ -313,8 +222,6 @@ def _projection(
 
     `matrix` and `tensor` describe kernels of two and of three axes, whose inputs are `axes`.
     """
-    if len(leaf.inner_shape) == 4:
-        leaf = layered(leaf)
     if len(leaf.inner_shape) == 2:
         return _per_neuron(leaf, leaves, matrix)
     if len(leaf.inner_shape) != 3 or not splits_heads(leaf, leaves):

@@ -184,7 +184,7 @@ def leaves_of(params: optax.Params) -> Leaves:
     names = [_axis_names(node) or () for node in nodes for _ in jax.tree.leaves(node)]
     leaves = []
     for (path, array), axes in zip(trees.named_leaves(params), names, strict=True):
-        leaf = ModuleLeaf(path, tuple(array.shape))
+        leaf = ModuleLeaf(path, tuple(getattr(array, "shape", ())))
         for axis, name in enumerate(axes if len(axes) == len(leaf.shape) else ()):
             if name in _STACK_AXES:
                 leaf = leaf.stack(axis, f"axis {axis} is '{name}' in the metadata")

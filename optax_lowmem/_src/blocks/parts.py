@@ -4,7 +4,8 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from optax_lowmem._src.blocks.kinds import (
+from optax_lowmem._src.blocks.leaves import BIASES, ModuleLeaf, words
+from optax_lowmem._src.blocks.roles import (
     EMBEDDING,
     FUSED,
     HEAD,
@@ -15,7 +16,6 @@ from optax_lowmem._src.blocks.kinds import (
     is_embedding,
     is_norm,
 )
-from optax_lowmem._src.blocks.leaves import BIASES, ModuleLeaf, words
 
 # module names in lower case, without Linen's number
 _UP = {"up", "up_proj", "gate", "gate_proj", "w1", "w3", "wi", "w_up", "w_gate", "fc1", "fc_in",

@@ -9,8 +9,9 @@ from typing import Any
 
 import optax
 
-from optax_lowmem._src.blocks.kinds import classify, is_embedding
+from optax_lowmem._src.blocks.kinds import classify
 from optax_lowmem._src.blocks.leaves import Heads, Leaves, ModuleLeaf, leaves_of, whole
+from optax_lowmem._src.blocks.roles import is_embedding
 from optax_lowmem._src.core import patterns, trees
 from optax_lowmem._src.core.block import Block, is_int
 from optax_lowmem._src.core.hyperparameters import check_choice

@@ -182,8 +182,8 @@ def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
                     "the format, convert it: checkpoint.to_optax, then checkpoint.from_optax."
                 )
     remedy = (
-        "Restore with the optimizer that it was saved with, in pack_small_leaves if that was "
-        "used. For the state of a plain optax optimizer, use checkpoint.from_optax."
+        "Restore with the optimizer that it was saved with. For the state of a plain optax "
+        "optimizer, use checkpoint.from_optax."
     )
     yield from array_differences("state", saved["state"], here["state"], remedy)
 

@@ -18,7 +18,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.codecs import group_codec
-from optax_lowmem._src.core import array_metadata, context, numerics, packs, random, trees
+from optax_lowmem._src.core import context, numerics, random, trees
 from optax_lowmem._src.core.typing import Arrays
 from optax_lowmem._src.optimizers import every_record
 from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord, name_of
@@ -81,10 +81,8 @@ def _optax_optimizer_of(engine: Engine) -> optax.GradientTransformation:
         for name, number in (("learning_rate", 0.0), ("weight_decay", 1e-4))
     )
     arguments: dict[str, Any] = {}
-    if engine.matrices is not None and engine.matrices.dimensions is not None:
-        # dimension numbers decide each leaf's slots; optax would call a tree of a callable class
-        chosen = functools.partial(trees.chosen, engine.matrices.dimensions)
-        arguments["muon_weight_dimension_numbers"] = chosen
+    if engine.matrices is not None:  # they decide the slots of each leaf
+        arguments["muon_weight_dimension_numbers"] = engine.matrices.dimension_numbers
     if not _decays(engine):
         return make(rate, **arguments)
     decay: dict[str, Any] = {"weight_decay": strength, "mask": engine.decay_mask}
@@ -502,24 +500,19 @@ def _encode_slot(
 
     `pop` returns how the optimizer stores the leaf of a path, and `where` names the slot in errors.
     """
-    _, in_packs = packs.layout(stored)
     pairs = []
     rows = zip(trees.named_leaves(stored), jax.tree.leaves(scales), strict=True)
     for (path, leaf), scale in rows:
         if path not in values:  # this leaf does not have the slot
             pairs.append((leaf, scale))
             continue
-        names = in_packs.get(path, [path])
-        decisions = [pop(name) for name in names]
-        for name, decision in zip(names, decisions, strict=True):
-            if values[name].shape not in (decision.shape, decision.values_shape):
-                raise ValueError(
-                    f"{where}: '{name}' has shape {values[name].shape} in optax's state and "
-                    f"{decision.shape} here: pass the parameters of the same run."
-                )
-        # the leaves of a pack share a format, and the random bits of its name
-        x = packs.join([values[name] for name in names]) if path in in_packs else values[path]
-        pairs.append(encode_leaf(decisions[0], x, leaf, seed, count))
+        decision, x = pop(path), values[path]
+        if x.shape not in (decision.shape, decision.values_shape):
+            raise ValueError(
+                f"{where}: '{path}' has shape {x.shape} in optax's state and {decision.shape} "
+                "here: pass the parameters of the same run."
+            )
+        pairs.append(encode_leaf(decision, x, leaf, seed, count))
     columns = zip(*pairs, strict=True) if pairs else ((), ())
     codes, new_scales = (
         jax.tree.unflatten(jax.tree.structure(tree), column)
@@ -531,19 +524,13 @@ def _encode_slot(
 def _decode_slot(stored: Any, scales: Any, like: Any, pop: Pop) -> Any:
     """Return the f32 values of a stored slot, in a tree like `like`, whose leaves may be fewer."""
     expected = dict(trees.named_leaves(like))
-    _, in_packs = packs.layout(stored)
-    values = []
     rows = zip(trees.named_leaves(stored), jax.tree.leaves(scales), strict=True)
-    for (path, leaf), scale in rows:
-        if path in expected:
-            decision, shape = pop(path), expected[path].shape
-            if path in in_packs:
-                shape = (sum(math.prod(expected[name].shape) for name in in_packs[path]),)
-                decision = dataclasses.replace(decision, shape=shape)
-            leaf = decode_leaf(decision, leaf, scale, shape)
-        values.append(leaf)
-    named = packs.unpacked(array_metadata.like(stored, values), expected)
-    leaves = [named[path].astype(leaf.dtype) for path, leaf in expected.items()]
+    values = {
+        path: decode_leaf(pop(path), leaf, scale, expected[path].shape)
+        for (path, leaf), scale in rows
+        if path in expected
+    }
+    leaves = [values[path].astype(leaf.dtype) for path, leaf in expected.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 

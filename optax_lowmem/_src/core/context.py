@@ -7,7 +7,7 @@ report) and read the master weights and the seed passed to `lowmem.init`.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -191,30 +191,6 @@ def provided_correction(path: str) -> jax.Array | None:
         )
     masters.consumed.append(path)
     return masters.corrections[path]
-
-
-@contextlib.contextmanager
-def joining(
-    packs: Mapping[str, Sequence[str]], join: Callable[[list[jax.Array]], jax.Array]
-) -> Iterator[None]:
-    """Pass the joined corrections of each pack's leaves to an `init` of a tree with packs."""
-    masters = _context.get().masters
-    if masters is None:
-        yield
-        return
-    corrections, selected = dict(masters.corrections), list(masters.consumed)
-    for name, leaves in packs.items():
-        provided = [provided_correction(leaf) for leaf in leaves]
-        for leaf in leaves:
-            corrections.pop(leaf, None)
-        kept = [correction for correction in provided if correction is not None]
-        if len(kept) == len(leaves):
-            corrections[name] = join(kept)
-    with providing(
-        dataclasses.replace(masters, corrections=corrections, consumed=selected)
-    ) as inner:
-        yield
-    masters.consumed += [path for path in inner.consumed if path not in masters.consumed]
 
 
 def provided_original(path: str) -> jax.Array | None:

@@ -19,7 +19,8 @@ class Policy(ShowsChanges):
     """Leaves and slots that stay uncompressed (f32).
 
     Attributes:
-      min_size: leaves with fewer elements stay f32 (biases, norms: 0.1 % of a model's bytes). In a
+      min_size: leaves with fewer elements stay f32 (biases, norms: 0.1 % of a model's bytes). Of
+        leaves that stack layers or experts, the elements of one layer or expert count. In a
         `shard_map`, which sees shards, `init`'s decision for the whole leaf is kept.
       exclude: glob patterns on leaf paths such as `"*embed*"`, or on one slot, `"nu:*embed*"`.
       mask: optax-style mask: a tree (prefix) of one bool per leaf, which may be an Equinox module,
@@ -42,7 +43,12 @@ class Policy(ShowsChanges):
         object.__setattr__(self, "exclude", patterns.checked("Policy.exclude", self.exclude))
 
     def reason(
-        self, path: str, shape: tuple[int, ...], slot: str, stored: bool = False
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        slot: str,
+        stored: bool | None = None,
+        layer: tuple[int, ...] | None = None,
     ) -> str | None:
         """Return why size or name keep a slot from being compressed, or None if they do not.
 
@@ -52,15 +58,21 @@ class Policy(ShowsChanges):
           path: the leaf's name.
           shape: the leaf's shape.
           slot: the slot's name.
-          stored: whether the current state has codes for it; then `shape` may be a shard's.
+          stored: whether the current state has codes for it, in a step; then `shape` may be a
+            shard's.
+          layer: the shape of one layer, if the leaf stacks layers.
         """
         if not shape:
             return "a 0-d leaf has no group"
-        size = math.prod(shape)
-        if size == 0:
+        if math.prod(shape) == 0:
             return "the leaf is empty"
-        if size < self.min_size and not (stored and varying.sees_shards()):
-            return f"{size} elements, fewer than min_size={self.min_size}"
+        size = math.prod(shape if layer is None else layer)
+        if stored is not None and varying.sees_shards():
+            if not stored:
+                return "init left it uncompressed"
+        elif size < self.min_size:
+            of_layer = "" if layer in (None, shape) else " of each layer"
+            return f"{size} elements{of_layer}, fewer than min_size={self.min_size}"
         for pattern in self.exclude:
             of_slot, glob = _parsed(pattern)
             if of_slot in ("", slot) and fnmatch.fnmatchcase(path, glob):

@@ -144,20 +144,14 @@ def match(what: str, tree: optax.Updates, params: optax.Params) -> list[jax.Arra
     return leaves
 
 
-def check_same_parameters(names: list[str], params: optax.Params) -> None:
-    """Raise unless the leaves of `params` have these names, those of the state, in order."""
-    if differs := difference(names, _names(params)):
+def check_state_tree(tree: object, params: optax.Params) -> None:
+    """Raise unless a tree in a state has the leaves of `params`, by name and in order."""
+    like: Any = jax.tree.structure(params)
+    if like != jax.tree.structure(tree) and (differs := difference(_names(tree), _names(params))):
         raise ValueError(
             f"the state is of other parameters: {differs}. Pass the same tree to init and "
             "update, or call init on this one."
         )
-
-
-def check_state_tree(tree: object, params: optax.Params) -> None:
-    """Raise unless a tree in a state has the leaves of `params`, by name and in order."""
-    like: Any = jax.tree.structure(params)
-    if like != jax.tree.structure(tree):
-        check_same_parameters(_names(tree), params)
 
 
 def _names(tree: object) -> list[str]:

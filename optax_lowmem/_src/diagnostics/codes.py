@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import context, groups, numerics, packs, trees
+from optax_lowmem._src.core import context, groups, numerics, trees
 from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.step.masters import master_params
 
@@ -69,11 +69,6 @@ def code_shares(
         for path, leaf in trees.named_leaves(tree)
     ]
     arrays = {(slot, path): leaf for slot, path, leaf in fields}
-    in_packs = {
-        (slot, name): leaves
-        for slot, tree in trees.state_fields(state)
-        for name, leaves in packs.layout(tree)[1].items()
-    }
     for slot, path, codes in fields:
         if slot != "correction" and codes.ndim and codes.dtype in (jnp.int8, jnp.uint8):
             scales = arrays.get((f"{slot}_scale", path))
@@ -82,8 +77,6 @@ def code_shares(
                 _check_one_a_byte(slot, path, codes, arrays.get(("correction", path)))
             elif decision.codec.codes_per_byte > 1:
                 shape = decision.values_shape
-                if leaves := in_packs.get((slot, path)):
-                    shape = (sum(math.prod(decided[slot, leaf].shape) for leaf in leaves),)
                 row = codes.ndim != len(shape)  # per-block values are stored as one row
                 codes = decision.codec.unpack(codes, math.prod(shape) if row else shape[-1])
             _check_layout(slot, path, codes, scales)

@@ -13,7 +13,7 @@ from optax_lowmem._src.core import numerics, patterns, trees
 from optax_lowmem._src.core.clipping import rms_of_ratio
 from optax_lowmem._src.core.hyperparameters import as_f32, check_decay, check_range, decay_at
 from optax_lowmem._src.step.masters import master_params
-from optax_lowmem._src.step.storage import Storage, codec_of
+from optax_lowmem._src.step.storage import Storage, codec_of, completed
 
 
 def _chosen(named: Sequence[tuple[str, Any]], leaves: Sequence[str]) -> dict[str, Any]:
@@ -97,7 +97,9 @@ def rms(
         raise ValueError(f"sample must be a number of elements, at least 1, got {sample!r}")
     moments, scales = _moments(state), _scales(state)
     named = [(path, g) for path, g in trees.named_leaves(gradients) if path in moments and g.size]
+    storage = completed(storage)
     codec, size = codec_of("nu", storage.nu, signed=False), storage.group_size
+    assert size is not None
     results = {}
     for path, g in _chosen(named, leaves).items():
         nu, count = moments[path]

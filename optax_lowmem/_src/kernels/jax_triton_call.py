@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend as jex
+from jax.interpreters import mlir
 
 from optax_lowmem._src.core import varying
 
@@ -16,7 +18,16 @@ def _triton_call() -> Callable[..., Any]:
     return jax_triton.triton_call
 
 
-_one_by_one = jax.custom_batching.sequential_vmap  # jax_triton cannot be vmapped
+# A call that contains references. `sequential_vmap` of a function with references fails in JAX
+# before 0.11.2, which jax_triton 0.4 accepts; no upstream issue is known.
+_call = jex.core.Primitive("triton_call_with_references")
+_call.multiple_results = True
+_call.def_impl(lambda *operands, run, **_: run(*operands))
+_call.def_abstract_eval(lambda *_, types, **__: list(types))
+mlir.register_lowering(
+    _call,
+    lambda ctx, *operands, run, **_: mlir.lower_fun(run, multiple_results=True)(ctx, *operands),
+)
 
 
 def call(
@@ -66,6 +77,12 @@ def call(
         written.update(zip(new, outcome, strict=True))
         return [written[j] for j in range(len(outputs))]
 
-    newer = "out_type" in inspect.signature(triton_call).parameters
-    outcome = _one_by_one(call_04 if newer else call_03)(*operands)
+    types = tuple(jax.core.ShapedArray(like.shape, like.dtype) for like in outputs)
+
+    def run(*operands: jax.Array) -> list[jax.Array]:
+        if "out_type" in inspect.signature(triton_call).parameters:
+            return _call.bind(*operands, run=call_04, types=types)
+        return call_03(*operands)
+
+    outcome = jax.custom_batching.sequential_vmap(run)(*operands)  # jax_triton cannot be vmapped
     return list(map(varying.over, outcome, map(varying.axes_of, outputs)))  # jax_triton drops them

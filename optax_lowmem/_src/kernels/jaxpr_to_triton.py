@@ -6,6 +6,7 @@ Arrays of the function are scalars, and tiles whose sizes are powers of two. bf1
 held as their bits, in uint16 and uint8; arithmetic on them is done in f32 and rounded.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -122,11 +123,12 @@ class Operation:
         form = FORMS[self.name]
         if self.name in _OF_BITS:
             return form(self)
-        self.operands = [
+        widened = copy.copy(self)
+        widened.operands = [
             self.widened(x, aval.dtype.name)
             for x, aval in zip(self.operands, self.avals, strict=True)
         ]
-        return self.narrowed(form(self), self.result.dtype.name)
+        return self.narrowed(form(widened), self.result.dtype.name)
 
     def widened(self, x: str, kind: str) -> str:
         """Return f32 of the bits that a dtype is held as, or `x` for other dtypes."""

@@ -80,8 +80,8 @@ class Noisy:
             tuple(kernels.block_shape(leaf.shape)) if sampled else None
             for (_, leaf), sampled in zip(leaves, chosen, strict=True)
         ]
-        nothing, ones, zeros = compiled(_first_bits)(shapes)
-        rows = zip(leaves, chosen, nothing, strict=True)
+        absent, ones, zeros = compiled(_initial_arrays)(shapes)
+        rows = zip(leaves, chosen, absent, strict=True)
         weights = [
             self._initial_clean(path, trees.with_values(leaf)) if sampled else none
             for (path, leaf), sampled, none in rows
@@ -285,10 +285,10 @@ class Noisy:
         return [next(sampled) if row.sampled else (w, row.scale) for row, w, _ in leaves]
 
 
-def _first_bits(
+def _initial_arrays(
     shapes: list[tuple[int, ...] | None],
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Return a 0-d clean weight, initial b_i and initial scales per leaf, given block shapes."""
+    """Return placeholders of clean weights, initial b_i and scales, given block shapes per leaf."""
     ones = [jnp.zeros(()) if shape is None else jnp.ones(shape) for shape in shapes]
     return [jnp.zeros(()) for _ in shapes], ones, [jnp.zeros(shape or ()) for shape in shapes]
 

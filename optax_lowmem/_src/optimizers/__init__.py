@@ -56,11 +56,6 @@ def _mini(make: Constructor) -> Constructor:
     return functools.partial(make, blocks=Structure(default="whole"))
 
 
-def _factored(make: Constructor, **more: Any) -> Constructor:
-    """Factor small matrices too."""
-    return functools.partial(make, min_dim_size_to_factor=2, **more)
-
-
 # optax before 0.2.7 has no `consistent_rms`.
 _KNOWN_TO_MUON = inspect.signature(optax.contrib.muon).parameters
 _SCALE_OF_MUON: dict[str, Any] = (
@@ -106,9 +101,9 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
     "flash_adam_mini": _adam_mini(flash_adam_mini, scale_by=_mini(scale_by_adam_mini)),
     "flash_factored_adamw": _adamw_with_fewer_moments(
         FactoredRule(),
-        _factored(flash_factored_adamw),
-        _factored(flash_factored_adamw, storage=Storage.full_precision()),
-        scale_by=_factored(scale_by_factored_adam),
+        flash_factored_adamw,
+        functools.partial(flash_factored_adamw, storage=Storage.full_precision()),
+        scale_by=scale_by_factored_adam,
     ),
     "flash_lion": OptimizerRecord(
         rule=LionRule(),

@@ -11,8 +11,9 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
+from optax_lowmem._src.blocks.roles import Role, roles
 from optax_lowmem._src.blocks.structure import Structure
-from optax_lowmem._src.core import context, numerics, trees
+from optax_lowmem._src.core import context, numerics
 from optax_lowmem._src.core.block import Block, Factors, is_int
 from optax_lowmem._src.core.hyperparameters import is_zero
 from optax_lowmem._src.core.typing import Arrays, ScalarOrSchedule
@@ -45,7 +46,7 @@ class FactoredRule(AdamMiniRule):
 
 @dataclasses.dataclass(frozen=True)
 class Factorable:
-    """A `BlockStructure` that factors the two largest axes of each leaf."""
+    """A `BlockStructure` that factors the two largest axes of the matrices of each layer."""
 
     min_dim_size_to_factor: int | None = None  # least size of both axes; None is 128
 
@@ -59,21 +60,19 @@ class Factorable:
 
     def infer(self, params: optax.Params) -> dict[str, Block]:
         """Return the factored axes of each leaf, or a block for each element."""
-        return {
-            path: self._block_of(tuple(leaf.shape)) for path, leaf in trees.named_leaves(params)
-        }
+        return {path: self._block_of(role) for path, role in roles(params).items()}
 
-    def _block_of(self, shape: tuple[int, ...]) -> Block:
+    def _block_of(self, role: Role) -> Block:
         least, each = self.min_dim_size_to_factor or _LEAST, "a value per element"
-        if len(shape) < 2:
-            return Block(description=each, reason="it has no rows and columns")
-        axes = sorted(int(axis) for axis in np.argsort(shape, kind="stable")[-2:])
-        if min(shape[axis] for axis in axes) < least:
-            return Block(description=each, reason=f"fewer than two axes have size {least} or more")
-        names = f"axes {axes[0]} and {axes[1]}"
-        return Factors(
-            tuple(axes), description="rows and columns", reason=f"of {names}, its largest"
-        )
+        if role.is_vector:
+            return Block(description=each, reason=role.because("it has no rows and columns"))
+        one, other = sorted(int(i) for i in np.argsort(role.shape, kind="stable")[-2:])
+        if min(role.shape[one], role.shape[other]) < least:
+            reason = f"fewer than two axes have size {least} or more"
+            return Block(description=each, reason=role.because(reason))
+        axes = role.axes[one], role.axes[other]
+        reason = role.because(f"of axes {axes[0]} and {axes[1]}, its largest")
+        return Factors(axes, description="rows and columns", reason=reason)
 
     def embeddings(self, params: optax.Params) -> set[str]:
         """Return the paths of the embedding tables."""
@@ -83,20 +82,25 @@ class Factorable:
         """Warn if the default minimum size leaves much of a model unfactored."""
         if self.min_dim_size_to_factor is not None or context.is_recording():
             return
-        shapes = {path: tuple(leaf.shape) for path, leaf in trees.named_leaves(params)}
-        shorter = {path: sorted(shape)[-2] for path, shape in shapes.items() if len(shape) > 1}
+        sizes = {path: math.prod(role.leaf.shape) for path, role in roles(params).items()}
+        shorter = {
+            path: sorted(role.shape)[-2]
+            for path, role in roles(params).items()
+            if not role.is_vector
+        }
         results = [
             path
             for path, size in shorter.items()
-            if _SHORT <= size < _LEAST and math.prod(shapes[path]) > _LARGE
+            if _SHORT <= size < _LEAST and sizes[path] > _LARGE
         ]
-        share = sum(math.prod(shapes[path]) for path in results)
-        if share > _SHARE * sum(map(math.prod, shapes.values())):
+        if sum(sizes[path] for path in results) > _SHARE * sum(sizes.values()):
             size = min(shorter[path] for path in results)
+            leaf = roles(params)[results[0]].leaf
+            of_layer = " of each layer" if leaf.stacked else ""
             warnings.warn(
                 f"'{results[0]}'{f' and {len(results) - 1} more' if results[1:] else ''} of shape "
-                f"{shapes[results[0]]} keeps a second moment per element, 4 bytes per parameter: "
-                f"fewer than two of its axes have size {_LEAST} or more. "
+                f"{leaf.shape} keeps a second moment per element, 4 bytes per parameter: "
+                f"fewer than two axes{of_layer} have size {_LEAST} or more. "
                 f"min_dim_size_to_factor={size} keeps means of rows and columns instead, "
                 f"{_LEAST} silences this warning.",
                 stacklevel=2,
@@ -122,7 +126,7 @@ def scale_by_factored_adam(
     are those of `optax.scale_by_adam`.
 
     Args:
-      min_dim_size_to_factor: least size of a leaf's two largest axes; smaller leaves keep an f32
+      min_dim_size_to_factor: least size of a layer's two largest axes; smaller leaves keep an f32
         value per element. None is 128, as in `optax.adafactor`.
       storage: codecs (f32 moments by default), group size, rounding, policy.
 
@@ -180,8 +184,9 @@ def flash_factored_adamw(
       \epsilon} + \lambda \theta_{t-1}\right)
 
     for matrices, which are a leaf's two largest axes (Adafactor, section 3 and Algorithm 4, with
-    means instead of sums); AdamW for all other leaves. The first nine arguments are those of
-    `optax.adamw`.
+    means instead of sums); AdamW for all other leaves, biases and the scales of norms included.
+    Axes that stack layers or experts, as `blocks.infer` recognises them, are neither rows nor
+    columns. The first nine arguments are those of `optax.adamw`.
 
     Args:
       b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`, which is
@@ -220,7 +225,8 @@ def flash_factored_adamw(
     References:
       Shazeer & Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018; Zhai et
       al., Scaling Vision Transformers, 2022 (with a first moment, at AdamW's rates). Deviations:
-      updates are not clipped (use `optax.clip_by_block_rms` after `scale_by_factored_adam`), steps
+      biases, norms and stacked axes are not factored, whatever their sizes; updates are not clipped
+      (use `optax.clip_by_block_rms` after `scale_by_factored_adam`), steps
       are not relative to a weight's size, and debiasing and eps are Adam's.
     """
     rule = FactoredRule(eps_root_is_zero=is_zero(eps_root))

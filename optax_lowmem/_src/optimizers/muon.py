@@ -275,8 +275,10 @@ def flash_muon(
     :math:`X \leftarrow a X + (b A + c A^2) X, A = X X^\top`; AdamW for all other leaves. The
     arguments up to `consistent_rms`, their order and their defaults are those of
     `optax.contrib.muon`. As there, a matrix is a leaf with two dimensions, embeddings and output
-    heads included, unless `muon_weight_dimension_numbers` says otherwise. Muon's authors use AdamW
-    for embeddings and output heads.
+    heads included, unless `muon_weight_dimension_numbers` says otherwise. Deviations: if leaves
+    stack layers or experts, as `blocks.infer` recognises them, the dimensions of one layer count;
+    biases and the scales of norms, stacked or not, are never matrices. Muon's authors use AdamW for
+    embeddings and output heads.
 
     Args:
       learning_rate: number, f32 scalar or schedule.

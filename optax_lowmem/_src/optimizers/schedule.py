@@ -15,7 +15,7 @@ from optax_lowmem._src.core.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.step.engine import Engine
 from optax_lowmem._src.step.matrix_axes import MatrixAxes
 from optax_lowmem._src.step.rule import UpdateRule
-from optax_lowmem._src.step.storage import Storage
+from optax_lowmem._src.step.storage import Storage, completed
 
 _BY_NAME = (
     "a function such as lambda params: jax.tree.map_with_path("
@@ -72,7 +72,7 @@ def optimizer(
     multiplies by h["rate"] before it updates its slots, as `optax.rmsprop` before its momentum. The
     other arguments are as in `LeafPlanner`.
     """
-    _check_storage(storage, structure, slot_dtypes or {})
+    storage = _checked(storage, structure, slot_dtypes or {})
     check_range("learning_rate", learning_rate, 0.0)
     check_range("weight_decay", weight_decay, 0.0)
     trees.check_mask("the mask of weight decay", mask, _BY_NAME)
@@ -121,12 +121,16 @@ def _hyperparameters_at(
     return h
 
 
-def _check_storage(
+def _checked(
     storage: Storage, structure: BlockStructure | None, slot_dtypes: Mapping[str, DTypeLike | None]
-) -> None:
-    """Raise for a wrong storage; warn of slot dtypes that compressed leaves do not have."""
+) -> Storage:
+    """Return a storage with no field left to the optimizer; raise if it is wrong.
+
+    Warn of slot dtypes that compressed leaves do not have.
+    """
     if not isinstance(storage, Storage):
         raise TypeError(f"storage takes a lowmem.Storage, got {storage!r}")
+    storage = completed(storage)
     if storage.rounding == "embeddings" and structure is None:
         raise ValueError(
             "rounding='embeddings' needs an optimizer that knows which leaves are embeddings, such "
@@ -141,6 +145,7 @@ def _check_storage(
                 f"uncompressed everywhere with storage=Storage({slot}=None).",
                 stacklevel=4,  # the call of the optimizer
             )
+    return storage
 
 
 def direction(
@@ -151,7 +156,7 @@ def direction(
     structure: BlockStructure | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transformation that computes a rule's direction only (optax's `scale_by_*`)."""
-    _check_storage(storage, structure, slot_dtypes or {})
+    storage = _checked(storage, structure, slot_dtypes or {})
     return Engine(
         rule=rule,
         hyperparameters=moments,

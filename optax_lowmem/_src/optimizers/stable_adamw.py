@@ -65,8 +65,9 @@ def stable_adamw(
       \theta_t = \theta_{t-1} - \eta_t \lambda \theta_{t-1} -
       \eta_t \hat v_t / \left(\sqrt{\hat u_t} + \epsilon\right)
 
-    (Wortsman et al., Algorithm 2 and appendix F.2), with the mean E over each tensor. As in
-    `flash_adamw`, moments are 8-bit and master weights are split; clipping precedes the split.
+    (Wortsman et al., Algorithm 2 and appendix F.2), with the mean E over each tensor, that is over
+    all layers that are stacked in one. As in `flash_adamw`, moments are 8-bit and master weights
+    are split; clipping precedes the split.
 
     Args:
       b1: decay of the first moment, in [0, 1).

@@ -8,7 +8,6 @@ import optax
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.step.engine import Engine, EngineTransformation
 from optax_lowmem._src.wrappers.chain import Chain, clips_global_norm
-from optax_lowmem._src.wrappers.pack import PackedEngine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +23,6 @@ class Optimizer:
         clip = None
         if isinstance(tx, Chain) and len(tx.links) == 2 and clips_global_norm(tx.links[0]):
             clip, tx = tx.links
-        if isinstance(tx, EngineTransformation) and isinstance(tx.engine, PackedEngine):
-            raise ValueError(
-                "pack_small_leaves joins leaves of several layers, but gradient release steps one "
-                "layer at a time: pass the optimizer without it."
-            )
         if isinstance(tx, EngineTransformation) and tx.engine.weights:
             return cls(tx.engine, clip)
         if isinstance(tx, EngineTransformation):

@@ -20,6 +20,7 @@ from optax_lowmem._src.step.rule import UpdateRule
 
 IMPLEMENTATIONS = ("xla", *BACKENDS, "pallas_tpu")
 _TPU = "pallas_tpu"
+_UNTRIED = f"no TPU has run the kernel yet; implementation='{_TPU}' of lowmem.step asks for it here"
 _ELEMENTWISE = "no slot is compressed: plain elementwise work, which XLA fuses well"
 _SMALL = 1 << 16  # elements; for smaller leaves without codes the launches of XLA dominate
 
@@ -46,7 +47,8 @@ def choose(
 ) -> tuple[str, str]:
     """Return (implementation of a leaf, reason), on the platform inferred from its gradient `g`.
 
-    Raises if the implementation that the caller chose does not support the leaf.
+    Raises if the implementation that the caller chose does not support the leaf, or for the TPU's
+    kernel, if the computation is not for a TPU.
     """
     if implementation == "xla":
         return "xla", "asked for"
@@ -56,11 +58,8 @@ def choose(
     if not plan.quantized and (math.prod(plan.shape) > _SMALL or tpu):
         return "xla", _ELEMENTWISE  # on a TPU also small leaves: it has no launch cost
     if tpu:
-        reason_against = platform.explicit_axes_reason(g)
-        reason = reason_against or _unsupported(_TPU, rule, plan)
-        if reason is None:
-            return _TPU, "fused kernel"
-        return "xla", reason_against or f"{_TPU}: {reason}"
+        reason = _unsupported(_TPU, rule, plan)
+        return "xla", _UNTRIED if reason is None else f"{_TPU}: {reason}"
     if platform.no_device_reason() is not None:
         return "xla", platform.not_tpu_reason(g)
     reason_against = platform.explicit_axes_reason(g)
@@ -89,8 +88,10 @@ def _requested(
     small = kernel != _TPU and math.prod(plan.shape) <= _SMALL
     if reason is None and (plan.quantized or small):
         return kernel, "asked for"
-    if not plan.quantized and elsewhere is None:
+    if elsewhere is None and not plan.quantized:
         return "xla", reason or _ELEMENTWISE
+    if elsewhere is None and kernel == _TPU:  # so that it can be tried on any model
+        return "xla", f"{_TPU}: {reason}"
     raise ValueError(
         f"implementation={kernel!r} cannot take leaf '{plan.path}': {reason}. Pass "
         "implementation=None to choose a supported one."
@@ -133,8 +134,7 @@ def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
         return {}
     on_gpu = platform.no_device_reason() is None
     asks_tpu = batch.implementation == _TPU
-    may_be_tpu = asks_tpu or any(map(platform.may_be_tpu, batch.gradients))
-    if not on_gpu and not context.step_arguments().placements and not may_be_tpu:
+    if not on_gpu and not asks_tpu:
         return {}
     rows = zip(batch.plans, batch.states, batch.gradients, strict=True)
     places = {i: on_mesh.place_of(*row) for i, row in enumerate(rows)}
@@ -143,11 +143,8 @@ def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
         for i, place in places.items()
         if place is not None
         and on_mesh.unsupported(batch.plans[i], place) is None
-        and (
-            (on_gpu and rule.prepares != "blocks")  # there XLA computes the means of blocks
-            or asks_tpu
-            or platform.may_be_tpu(batch.gradients[i], place.mesh)
-        )
+        # on GPUs XLA computes the means of blocks
+        and (asks_tpu or rule.prepares != "blocks")
     }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from optax_lowmem._src.codecs import BitSplit, UlpSplit, split_of
-from optax_lowmem._src.core import context, numerics, packs, trees
+from optax_lowmem._src.core import context, numerics, trees
 from optax_lowmem._src.core.clean_weights import FIELD, clean_params
 from optax_lowmem._src.core.compiled import compiled
 
@@ -112,7 +112,7 @@ def corrections_of(params: optax.Params, state: optax.OptState) -> dict[str, jax
     weights = dict(trees.named_leaves(params))
     elsewhere: list[str] = []
     for result in trees.states_with(state, "correction", trees.is_ours):
-        for path, correction in packs.unpacked(result.correction, weights).items():
+        for path, correction in trees.named_leaves(result.correction):
             weight = weights.get(path)
             if weight is None:
                 elsewhere += [path] if jnp.ndim(correction) else []

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import optax
 
+from optax_lowmem._src.blocks.roles import roles
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.typing import Shaped
 
@@ -56,22 +57,34 @@ Chooser = Callable[[optax.Params], dict[str, Matrices]]
 class MatrixAxes:
     """Selects the leaves that are matrices, and their axes.
 
-    `dimensions` are `muon_weight_dimension_numbers` as in optax.contrib.muon; None for all 2-d
-    leaves.
+    `dimensions` are `muon_weight_dimension_numbers` as in optax.contrib.muon; with None, the role
+    of each leaf decides.
     """
 
     dimensions: Dimensions = None
 
     def of(self, params: optax.Params) -> dict[str, Matrices]:
         """Return the axes of the leaves that are matrices, by path; raises if they do not fit."""
-        leaves = trees.named_leaves(params)
         if self.dimensions is None:
-            return {p: Matrices((0,), (1,)) for p, leaf in leaves if len(leaf.shape) == 2}
+            matrices = {path: role.axes for path, role in roles(params).items() if role.is_matrix}
+            return {path: Matrices((row,), (column,)) for path, (row, column) in matrices.items()}
+        leaves = trees.named_leaves(params)
         result = _spread(trees.chosen(self.dimensions, params), params)
         rows = zip(leaves, result, strict=True)
         return {
             path: _checked(path, leaf, entry) for (path, leaf), entry in rows if entry is not None
         }
+
+    def dimension_numbers(self, params: optax.Params) -> Any:
+        """Return `muon_weight_dimension_numbers` with the same result for these parameters."""
+        axes, numbers = self.of(params), optax.contrib.MuonDimensionNumbers
+        return jax.tree.unflatten(
+            jax.tree.structure(params),
+            [
+                numbers(axes[path].rows, axes[path].columns) if path in axes else None
+                for path, _ in trees.named_leaves(params)
+            ],
+        )
 
 
 def _is_dimensions(node: object) -> bool:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lowmem._src.blocks.roles import Role, roles
 from optax_lowmem._src.codecs import GroupCodec, MasterSplit, StoredSlot, master_split
 from optax_lowmem._src.core import context, groups, trees
 from optax_lowmem._src.core.block import Block, BlockStructure
@@ -161,22 +162,24 @@ class LeafPlan:
 def decide_slot(
     path: str,
     shape: tuple[int, ...],
+    layer: tuple[int, ...],
     slot: str,
     codec: GroupCodec | None,
     group_size: int,
     stochastic: bool,
     policy: Policy,
     masked_out: bool,
-    stored: bool,
+    stored: bool | None,
     refused: str | None = None,
 ) -> context.Decision:
     """Decide whether a codec stores a slot of a leaf, without recording the decision.
 
-    `stored` says whether the current state has codes for the slot; `refused` is a reason to keep
-    f32 that precedes the policy's.
+    `layer` is the shape of one layer, if the leaf stacks layers. `stored` says whether the current
+    state has codes for the slot, and is None in `init`; `refused` is a reason to keep f32 that
+    precedes the policy's.
     """
     refused = refused or ("the policy's mask is False here" if masked_out else None)
-    reason = refused or policy.reason(path, shape, slot, stored)
+    reason = refused or policy.reason(path, shape, slot, stored, layer)
     asked: Any = {"shape": shape, "patterns": () if refused else policy.exclude}
     if reason or codec is None:
         return context.Decision(path, slot, None, reason or "", **asked)
@@ -247,10 +250,12 @@ class LeafPlanner:
         storage, leaves = self.storage, trees.named_leaves(params)
         if not leaves:  # also for the placeholder of optax.tree.map_params, which fits no mask
             return []
+        assert storage.group_size is not None  # it is `completed`
         masked_out = storage.policy.masked_out(params)
         decays = [True] * len(leaves)
         if self.decay_mask is not None:
             decays = trees.mask_values("the mask of weight decay", self.decay_mask, params)
+        of_role = roles(params)
         blocks = self.structure.infer(params) if self.structure else {}
         axes = self.matrices.of(params) if self.matrices else {}
         tables: set[str] = set()
@@ -274,8 +279,8 @@ class LeafPlanner:
                 block = rule.block(matrices)
             slots = {
                 slot: self._plan_slot(
-                    slot, path, shape, path in masked_out, path in tables, block,
-                    (path, slot.name) in coded,
+                    slot, of_role[path], path in masked_out, path in tables, block,
+                    None if state is None else (path, slot.name) in coded,
                 )
                 for slot in rule.slots
             }  # fmt: skip
@@ -303,20 +308,20 @@ class LeafPlanner:
     def _plan_slot(
         self,
         slot: Slot,
-        path: str,
-        shape: tuple[int, ...],
+        role: Role,
         masked_out: bool,
         in_table: bool,
         block: Block | None,
-        stored: bool,
+        stored: bool | None,
     ) -> SlotPlan:
-        storage, name = self.storage, slot.name
+        storage, name, leaf = self.storage, slot.name, role.leaf
+        assert storage.group_size is not None
         codec = getattr(storage, name) if slot.compressed else None
         refused = f"storage.{name} is None" if codec is None else None
         stochastic = {"stochastic": True, "nu": name == "nu", "embeddings": in_table}
         decision = decide_slot(
-            path, shape, name, codec, storage.group_size, stochastic.get(storage.rounding, False),
-            storage.policy, masked_out, stored, refused,
+            leaf.path, leaf.shape, role.shape, name, codec, storage.group_size,
+            stochastic.get(storage.rounding, False), storage.policy, masked_out, stored, refused,
         )  # fmt: skip
         kept = decision.codec
         dtype = kept.dtype if kept else jnp.dtype(self.slot_dtypes.get(name) or jnp.float32)

@@ -62,8 +62,7 @@ class StateFormat:
             if len(leaves) != len(plans):
                 raise ValueError(
                     f"the state's {name} has {len(leaves)} leaves for {len(plans)} parameters: "
-                    "it was made for another tree, or in pack_small_leaves, which must then step "
-                    "it. Call init with these parameters."
+                    "it was made for another tree. Call init with these parameters."
                 )
             trees.check_state_tree(tree, params)
         rows = []

@@ -1,14 +1,14 @@
 """`Storage`: all static choices of how an optimizer stores its state."""
 
 import dataclasses
-import functools
-from typing import Any, ClassVar
+from typing import Any
 
 from optax_lowmem._src.codecs import NAMES, GroupCodec, softsign, softsign_paper, sqrt, sqrt_paper
 from optax_lowmem._src.core.hyperparameters import check_choice
 from optax_lowmem._src.core.policy import Policy
 from optax_lowmem._src.core.reprs import ShowsChanges
 
+DEFAULT = "default"  # the codec of the optimizer
 _ROUNDINGS = ("stochastic", "nearest", "nu", "embeddings")
 NEAREST_OR_NOT = ("stochastic", "nearest")
 _SPLITS = ("bits", "ulp")
@@ -61,35 +61,21 @@ def codec_of(slot: str, codec: object, signed: bool) -> GroupCodec | None:
     return codec
 
 
-def _track_explicit_fields(cls: "type[Storage]") -> "type[Storage]":
-    """Make `cls` record which fields its constructor was given, for `completed`."""
-    init, names = cls.__init__, [field.name for field in dataclasses.fields(cls)]
-
-    @functools.wraps(init)
-    def __init__(self: "Storage", *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        object.__setattr__(self, "_given", frozenset([*names[: len(args)], *kwargs]))
-
-    setattr(cls, "__init__", __init__)  # noqa: B010 (mypy takes no assignment to a method)
-    return cls
-
-
-@_track_explicit_fields
 @dataclasses.dataclass(frozen=True)
 class Storage(ShowsChanges):
     """Storage format of weights and slots; static, hashable, never a traced value.
 
-    Fields that are not given take the optimizer's defaults: `coat_adamw(lr,
-    storage=Storage(seed=1))` has COAT's codecs and group size. The defaults below are those of
-    `flash_adamw`; after `dataclasses.replace` all fields count as given.
+    By default each optimizer has its codecs and group size: `coat_adamw(lr,
+    storage=Storage(seed=1))` has COAT's. Those of `flash_adamw` are `codecs.softsign()`,
+    `codecs.sqrt()` and 32.
 
     Attributes:
       master_weight_bits: 24 or 32 for 16-bit parameters (1 or 2 bytes more per parameter); None
         keeps no correction. f32 parameters are their own master weights.
       mu: codec of first moments: `"int8"` or another name of `codecs.NAMES`, a codec such as
-        `codecs.softsign()`, or None for f32.
+        `codecs.softsign()`, None for f32, or `"default"` for the optimizer's.
       nu: codec of second moments, likewise.
-      group_size: neighbours on the last axis that share a scale.
+      group_size: neighbours on the last axis that share a scale; None is the optimizer's.
       rounding: rounding of codes. `stochastic` is unbiased: slow averages keep changing. `nearest`
         has half the maximum error, but loses changes below half a code. `nu` rounds only second
         moments stochastically, since first moments forget errors in 1 / (1 - b1) steps; a first
@@ -121,21 +107,21 @@ class Storage(ShowsChanges):
     """
 
     master_weight_bits: int | None = 24
-    mu: GroupCodec | str | None = dataclasses.field(default_factory=softsign)
-    nu: GroupCodec | str | None = dataclasses.field(default_factory=sqrt)
-    group_size: int = 32
+    mu: GroupCodec | str | None = DEFAULT
+    nu: GroupCodec | str | None = DEFAULT
+    group_size: int | None = None
     rounding: str = "stochastic"
     seed: int = 0
     policy: Policy = dataclasses.field(default_factory=Policy)
     split: str = "bits"
     update_dtype: str = "float32"
     master_rounding: str | None = None
-    _given: ClassVar[frozenset[str]] = frozenset()  # of an instance: the fields given explicitly
 
     def __post_init__(self) -> None:
         if self.master_weight_bits is not None:
             check_bits("master_weight_bits", self.master_weight_bits)
-        check_group_size(self.group_size)
+        if self.group_size is not None:
+            check_group_size(self.group_size)
         check_choice("rounding", self.rounding, _ROUNDINGS)
         check_choice("split", self.split, _SPLITS)
         check_choice("update_dtype", self.update_dtype, _UPDATE_DTYPES)
@@ -147,16 +133,18 @@ class Storage(ShowsChanges):
         if not isinstance(self.policy, Policy):
             raise TypeError(f"policy takes a lowmem.Policy, got {self.policy!r}")
         for slot, signed in (("mu", True), ("nu", False)):
+            if getattr(self, slot) == DEFAULT:
+                continue
             codec = codec_of(slot, getattr(self, slot), signed)
             object.__setattr__(self, slot, codec)
-            if codec is not None:
+            if codec is not None and self.group_size is not None:
                 codec.check_group_size(self.group_size)
 
     @classmethod
     def paper(cls, **changes: Any) -> "Storage":
         """FlashOptim as published: FP16 scales, nearest rounding, Algorithm 1's split."""
         paper = cls(
-            mu=softsign_paper(), nu=sqrt_paper(), rounding="nearest", split="ulp",
+            mu=softsign_paper(), nu=sqrt_paper(), group_size=32, rounding="nearest", split="ulp",
             master_rounding="nearest",
         )  # fmt: skip
         return dataclasses.replace(paper, **changes)
@@ -164,7 +152,7 @@ class Storage(ShowsChanges):
     @classmethod
     def full_precision(cls, **changes: Any) -> "Storage":
         """Storage of moments in f32; `exact` also has master weights of 32 bits instead of 24."""
-        return dataclasses.replace(cls(mu=None, nu=None), **changes)
+        return dataclasses.replace(cls(mu=None, nu=None, group_size=32), **changes)
 
     @classmethod
     def exact(cls, **changes: Any) -> "Storage":
@@ -179,7 +167,8 @@ class Storage(ShowsChanges):
           >>> Storage.exact().master_weight_bits
           32
         """
-        return dataclasses.replace(cls(mu=None, nu=None, master_weight_bits=32), **changes)
+        exact = cls(mu=None, nu=None, group_size=32, master_weight_bits=32)
+        return dataclasses.replace(exact, **changes)
 
     @classmethod
     def four_bit(cls, **changes: Any) -> "Storage":
@@ -203,8 +192,17 @@ class Storage(ShowsChanges):
         return dataclasses.replace(cls(mu="int4", nu="int4", group_size=64), **changes)
 
 
-def completed(storage: Storage, default: Storage) -> Storage:
-    """Fill the fields that `storage` was not given from an optimizer's default."""
+FLASH = Storage(mu=softsign(), nu=sqrt(), group_size=32)  # of flash_adamw
+_LEFT_TO_OPTIMIZERS: dict[str, object] = {"mu": DEFAULT, "nu": DEFAULT, "group_size": None}
+
+
+def completed(storage: Storage, default: Storage = FLASH) -> Storage:
+    """Replace the fields that `storage` leaves to the optimizer by those of its `default`."""
     if not isinstance(storage, Storage):
         return storage  # the optimizer raises the error
-    return dataclasses.replace(default, **{name: getattr(storage, name) for name in storage._given})
+    left = {
+        name: getattr(default, name)
+        for name, value in _LEFT_TO_OPTIMIZERS.items()
+        if getattr(storage, name) == value
+    }
+    return dataclasses.replace(storage, **left)

@@ -26,7 +26,7 @@ _UNSCALED = 2e-12  # seconds per element of XLA's unscaled result
 _BANDWIDTH = 1.75e12  # bytes per second of the kernels that quantize, with the products' waits
 _LAUNCHES = 5 * 2e-6  # seconds to launch these kernels
 
-# by XLA's estimates for v5e and v6e (docs/results/tpu.md): quantizing costs more than it saves
+# by XLA's estimates for v5e and v6e, quantizing costs more than it saves
 _ON_A_TPU = (
     "standard: on a TPU, 8-bit products are estimated to be slower than 16-bit ones, except for "
     "layers at least 4096 wide on a v5e"

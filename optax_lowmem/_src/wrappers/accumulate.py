@@ -164,6 +164,8 @@ def value_and_grad(
     loss: Callable[..., jax.Array],
     micro_batches: int,
     prepare: Callable[[optax.Params], Any] | None = None,
+    *,
+    dtype: str = "bfloat16",
 ) -> Callable[..., tuple[jax.Array, optax.Updates]]:
     r"""Differentiate a mean loss over a large batch, one micro-batch at a time.
 
@@ -186,10 +188,11 @@ def value_and_grad(
       micro_batches: k; with 1 this is `jax.value_and_grad`.
       prepare: params -> a tree of arrays that is the same for all micro-batches, such as
         `layers.fp8_flow.quantized_weights`; None: the loss takes two arguments.
+      dtype: `bfloat16`, or `float32` for a sum without rounding, for f32 weights.
 
     Returns:
       A function of (params, batch, seed) that returns (loss, gradients): the mean loss in f32 and
-      gradients in bf16 (in the parameters' dtypes with k = 1). `batch` is a tree of arrays whose
+      gradients in `dtype` (in the parameters' dtypes with k = 1). `batch` is a tree of arrays whose
       axis 0 is the rows. Micro-batch i is every k-th row starting from row i, so that rows sharded
       over a mesh stay sharded in each micro-batch. `seed` of the rounding is an integer that
       differs in every step, such as the step number.
@@ -200,8 +203,8 @@ def value_and_grad(
 
     Numerics: the sum of k roundings is within k 2^-7 of the largest partial mean, and unbiased.
 
-    Memory: 2 bytes per parameter, beside the gradients of one micro-batch and the result of
-    `prepare`.
+    Memory: 2 bytes per parameter (4 with `float32`), beside the gradients of one micro-batch and
+    the result of `prepare`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -224,6 +227,8 @@ def value_and_grad(
       (3.0, (3, 2))
     """
     check_count("micro_batches", micro_batches, 1, "micro-batches")
+    check_choice("dtype", dtype, ("bfloat16", "float32"))
+    of_sum = jnp.dtype(dtype)
     if prepare is not None and not callable(prepare):
         raise TypeError(f"prepare must be a function of the parameters or None, got {prepare!r}")
 
@@ -250,13 +255,15 @@ def value_and_grad(
             index, part = inputs
             value, gradient = of_one(params, part)
             means = _means(gradient, mean, micro_batches)
-            return (total + value.astype(jnp.float32), _rounded(means, mixed_seed, index)), None
+            if of_sum == jnp.bfloat16:
+                means = _rounded(means, mixed_seed, index)
+            return (total + value.astype(jnp.float32), means), None
 
         value, gradient = jax.eval_shape(of_one, params, jax.tree.map(lambda x: x[0], parts))
         total = varying.over(jnp.zeros((), jnp.float32), varying.axes_of(value))
         # with the sharding of the parameters; it varies over the mesh axes of the gradients
         mean = jax.tree.map(
-            lambda p, g: varying.over(jnp.zeros_like(p, dtype=jnp.bfloat16), varying.axes_of(g)),
+            lambda p, g: varying.over(jnp.zeros_like(p, dtype=of_sum), varying.axes_of(g)),
             params,
             gradient,
         )

@@ -101,10 +101,11 @@ def step(
         parameter at a time, and back; outside of jit only.
       params: the parameters.
       implementation: None selects the fastest available for each leaf (see `explain`); "xla" is
-        plain jnp on every device; "pallas" and "triton" are GPU kernels, "pallas_tpu" is a TPU
-        kernel. The mesh of the arrays, `jax.set_mesh` or `jax.default_device` determines whether
-        the program is for a TPU, on any machine; without them, on a machine with a TPU, the choice
-        is made by the platform for which the program is compiled.
+        plain jnp on every device; "pallas" and "triton" are GPU kernels. "pallas_tpu" is a TPU
+        kernel, which no TPU has run: only this argument selects it, and leaves that it does not
+        support are XLA's. The mesh of the arrays, `jax.set_mesh` or `jax.default_device` determines
+        whether the program is for a TPU, on any machine; without them, on a machine with a TPU,
+        the choice is made by the platform for which the program is compiled.
       mesh: mesh of `specs`; by default that of `jax.set_mesh`.
       specs: on a mesh with Auto axes, the sharding of codes and corrections: a tree like the
         parameters of PartitionSpec or NamedSharding (under ZeRO-1, of `state_shardings(...).mu`).
@@ -116,7 +117,8 @@ def step(
       (parameters, state).
 
     Raises:
-      ValueError: for an implementation that does not support a leaf; names leaf and reason.
+      ValueError: for an implementation that does not support a leaf, or "pallas_tpu" in a program
+        that is not for a TPU; names leaf and reason.
       TypeError: for a wrapper of optax that needs updates in the gradients' dtype; a note explains
         which option gives them.
 

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from optax_lowmem._src.blocks.roles import Role, roles
 from optax_lowmem._src.codecs import GroupCodec, StoredSlot, encode_array, group_codec
 from optax_lowmem._src.core import array_metadata, context, numerics, random, trees
 from optax_lowmem._src.core.block import Block
@@ -245,16 +246,18 @@ class Compressor:
         slot: _Slot,
         path: str,
         leaf: Any,
-        weight: tuple[int, ...],
+        role: Role | None,
         masked_out: bool,
-        stored: bool = False,
+        stored: bool | None = None,
         block: Block | None = None,
     ) -> bool:
         """Record how a leaf of a slot is stored; return whether it is compressed.
 
-        `weight` is the parameter's shape; `stored` is whether the current state has codes for it.
+        `role` is the parameter's; `stored` is whether the current state has codes for the leaf,
+        None in `init`.
         """
         shape, several = tuple(leaf.shape), slot.codec.codes_per_byte
+        weight = role.leaf.shape if role else shape
         refused = None
         if several > 1 and shape != weight:
             refused = (
@@ -263,9 +266,11 @@ class Compressor:
             )
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             refused = f"{leaf.dtype} is not a float"
+        shape = weight if slot.flattened(shape, weight) else shape
+        layer = role.shape if role and shape == weight else shape
         decision = decide_slot(
-            path, weight if slot.flattened(shape, weight) else shape, slot.name, slot.codec,
-            self.group_size, self._stochastic(slot), self.policy, masked_out, stored, refused,
+            path, shape, layer, slot.name, slot.codec, self.group_size, self._stochastic(slot),
+            self.policy, masked_out, stored, refused,
         )  # fmt: skip
         if block is not None:
             decision = describe_block(decision, block)
@@ -289,16 +294,17 @@ class Compressor:
         `params` may be the gradients. `before` has the scales before the step, and `blocks` the
         `Block`s of block-wise slots by (path, slot), for the decisions of `init`.
         """
-        masked, shapes, slots = self._masked(params), _shapes(params), self._slots(state)
+        masked, of_role, slots = self._masked(params), roles(params), self._slots(state)
         stored = {key for key, (shape, _) in _shapes_and_dtypes(before).items() if shape}
         leaves, rows = [], []
         for slot in slots:
             for path, leaf in trees.named_leaves(slot.tree):
-                weight = shapes.get(path, leaf.shape)
-                known = (slot.scales, path) in stored, blocks.get((path, slot.name))
-                compressed = self._decide(slot, path, leaf, weight, path in masked, *known)
+                role, block = of_role.get(path), blocks.get((path, slot.name))
+                coded = None if before is _EMPTY else (slot.scales, path) in stored
+                compressed = self._decide(slot, path, leaf, role, path in masked, coded, block)
                 leaves.append(None if compressed else leaf)
                 if compressed:
+                    weight = role.leaf.shape if role else leaf.shape
                     how = self._stochastic(slot), slot.flattened(leaf.shape, weight)
                     rows.append((slot.codec, slot.name, random.name_of(path), leaf, *how))
         encoded = iter(each(_encoded, rows, self.group_size, seed, count))
@@ -446,12 +452,13 @@ class Compressor:
         The constants are those of `small`, the state of one-element parameters.
         """
         weights, masked, rows = dict(trees.named_leaves(params)), self._masked(params), []
+        of_role = roles(params)
         slots = self._slots(abstract)
         constants = jax.tree.leaves([slot.tree for slot in self._slots(small)])
         leaves = [(slot, *row) for slot in slots for row in trees.named_leaves(slot.tree)]
         for (slot, path, leaf), one in zip(leaves, constants, strict=True):
             weight = weights[path]
-            compressed = self._decide(slot, path, leaf, jnp.shape(weight), path in masked)
+            compressed = self._decide(slot, path, leaf, of_role[path], path in masked)
             rows.append((slot.codec if compressed else None, one, leaf.dtype, weight))
         free = is_free([row[-1] for row in rows])
         encoded = compiled(_encoded_constants) if free else _encoded_constants

@@ -91,10 +91,10 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
         if decision.choose is None:
             continue
         form, reason = decision.choose()
-        reasons = [reason, decision.reason]
+        reasons = [reason]
         if form != "xla" and jax.device_count() > 1:
             reasons.append("on several devices as lowmem.implementations(compiled) says")
-        reason = "; ".join(filter(None, [*reasons, *cut.get(decision.path, ())]))
+        reason = "; ".join([*reasons, *cut.get(decision.path, ())])
         steps.append(dataclasses.replace(decision, form=form, reason=reason, choose=None))
     return Explanation(tuple(decisions), tuple(steps), tuple(warnings))
 

@@ -14,7 +14,12 @@ class _Sum:
     def __init__(self, new: jax.Array):
         self.new, self.shape, self.dtype = new, new.shape, new.dtype
 
-    def __radd__(self, old: object) -> jax.Array:
+    def __radd__(self, old: jax.Array) -> jax.Array:
+        if (old.shape, old.dtype) != (self.shape, self.dtype):
+            raise ValueError(
+                f"an update of fuse_updates for a parameter {self.dtype}{list(self.shape)} is "
+                f"added to {old.dtype}{list(old.shape)}: add it to the parameter that `update` took"
+            )
         return self.new
 
 

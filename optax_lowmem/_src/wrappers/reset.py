@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lowmem._src.core import packs, trees
+from optax_lowmem._src.core import trees
 from optax_lowmem._src.wrappers import slots
 from optax_lowmem._src.wrappers.compressor import CompressedState
 
@@ -36,8 +36,8 @@ def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
       The new state, with the same structure, shapes and dtypes.
 
     Raises:
-      ValueError: for a mask that fits no moment of its parameter, a name that the state does not
-        have, and a partial reset of a state of `pack_small_leaves`.
+      ValueError: for a mask that fits no moment of its parameter, and a name that the state does
+        not have.
       TypeError: for a mask that is not boolean.
 
     Example:
@@ -70,11 +70,6 @@ def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
         return x if new is None else new
 
     def set_tree(tree: Any, scales: bool = False) -> Any:
-        if packs.layout(tree)[1] and where is not True:
-            raise ValueError(
-                "this is a state of pack_small_leaves, in which parameters share a vector: "
-                "reset all of it with where=True, or use the optimizer without packing."
-            )
         leaves = [set_zero(path, x, scales) for path, x in trees.named_leaves(tree)]
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 

@@ -193,10 +193,7 @@ def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> lis
         by_xla = functools.partial(_step_by_xla, rule, batch.plans[i])
         keys = batch.keys[number], row_keys[number], lane_seeds[number]
         arrays = batch.leaf(i), batch.h(i), keys
-        if batch.implementation is None:
-            results.append(with_fallback("tpu", by_kernel, by_xla, *arrays))
-        else:
-            results.append(by_kernel(*arrays))
+        results.append(with_fallback("tpu", by_kernel, by_xla, *arrays))
     return results
 
 

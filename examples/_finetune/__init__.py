@@ -1,0 +1,1 @@
+"""Parts of finetune.py: its arguments, its memory, and the folder that it writes."""

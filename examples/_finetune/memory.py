@@ -1,0 +1,83 @@
+"""The memory of a compiled step, and the micro-batches that it has room for."""
+
+import os
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from _gpt.arguments import is_out_of_memory
+from _gpt.train import planned_bytes
+
+from optax_lowmem import plan
+
+GIB = 2.0**30
+_OF_FREE = 0.9  # of a CPU's free memory; of a GPU's, gaps between arrays need the rest
+
+
+def used_bytes() -> int:
+    """Return the peak memory: of the device, or on a CPU, of this process."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return stats.get("peak_bytes_in_use") or (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    )
+
+
+def limit_bytes(budget: str | None) -> int:
+    """Return the bytes that a step may use."""
+    given = plan.bytes_of(budget) if budget else None
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return int(_OF_FREE * _free_bytes()) if given is None else max(given - used_bytes(), 0)
+    limit = (device.memory_stats() or {}).get("bytes_limit", sys.maxsize)
+    return int(0.95 * limit) if given is None else min(int(plan.USABLE * given), limit)
+
+
+def _free_bytes() -> int:
+    """Return the free memory of this machine, or of the container that the process runs in."""
+    try:
+        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
+        free = 1024 * next(int(line.split()[1]) for line in lines if "MemAvailable" in line)
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    group = Path("/sys/fs/cgroup")
+    try:
+        most, now = ((group / f"memory.{name}").read_text("utf-8") for name in ("max", "current"))
+        return min(free, int(most) - int(now))
+    except (OSError, ValueError):  # no container, or none with a limit ("max")
+        return free
+
+
+def step_that_fits(
+    compile_step: Callable[[int], Any], numbers: list[int], limit: int
+) -> tuple[int | None, Any, int]:
+    """Compile a step with more and more micro-batches, until it fits.
+
+    Args:
+      compile_step: number of micro-batches -> the compiled step.
+      numbers: of micro-batches, ascending.
+      limit: bytes.
+
+    Returns:
+      (number, compiled step, its bytes); the number is None if the last does not fit either.
+    """
+    compiled, size, least = None, 0, 0.0
+    for number in numbers:
+        if number < least and number != numbers[-1]:
+            continue
+        try:
+            compiled = compile_step(number)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            continue
+        size = planned_bytes(compiled)
+        if size <= limit:
+            return number, compiled, size
+        # temporaries are at least those of one micro-batch over the number of them
+        fixed = compiled.memory_analysis().argument_size_in_bytes
+        least = number * (size - fixed) / max(limit - fixed, 1)
+    return None, compiled, size

@@ -1,0 +1,118 @@
+"""The model of a folder and its optimizer, before anything is allocated."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _gpt.arguments import compute_dtype
+from _llama import choose, huggingface
+from _llama.config import FULL, Settings, Shape
+from _llama.model import LAYERS, Llama, Lora, Packed, leaf_path
+from _llama.optimizer import make_optimizer, weights_dtype
+from _llama.selection import frozen_by
+
+from optax_lowmem import plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A model and its optimizer.
+
+    Attributes:
+      args: the command line.
+      settings: of the run.
+      schedule: of the learning rate.
+      model: the decoder, with its adapters.
+      tx: the optimizer.
+      is_frozen: path of a weight -> whether it is not trained.
+      is_bf16: whether all weights of the folder are bf16.
+    """
+
+    args: argparse.Namespace
+    settings: Settings
+    schedule: optax.Schedule
+    model: Llama
+    tx: optax.GradientTransformation
+    is_frozen: Callable[[str], bool]
+    is_bf16: bool
+
+    @property
+    def dtype(self) -> Callable[[str], Any]:
+        """Path of a weight -> the dtype that it is loaded in."""
+        if self.model.lora is not None:
+            return huggingface.stored_dtype(self.args.model)
+        return lambda path: weights_dtype(self.settings, path) if self.is_bf16 else jnp.float32
+
+    @property
+    def weights(self) -> Any:
+        """Shapes of the folder's weights."""
+        model, dtype = dataclasses.replace(self.model, lora=None), self.dtype
+        return jax.eval_shape(lambda: model.weights(jax.random.key(0), dtype))
+
+    @property
+    def batch(self) -> Packed:
+        """Shapes of a batch."""
+        rows, length = self.settings.batch, self.settings.sequence
+        tokens = jax.ShapeDtypeStruct((rows, length + 1), np.int32)
+        return Packed(tokens, tokens, jax.ShapeDtypeStruct((rows, length), np.float32))
+
+
+def make_schedule(args: argparse.Namespace, steps: int) -> optax.Schedule:
+    """Return the learning rate: a linear warm-up, and what --schedule says."""
+    warmup = max(1, round(args.warmup * steps))
+    rest = max(steps - warmup, 1)
+    after = {
+        "cosine": optax.cosine_decay_schedule(args.lr, rest),
+        "linear": optax.linear_schedule(args.lr, 0.0, rest),
+        "constant": optax.constant_schedule(args.lr),
+    }[args.schedule]
+    rising = optax.linear_schedule(args.lr / warmup, args.lr, warmup)
+    return optax.join_schedules([rising, after], [warmup])
+
+
+def make_setup(args: argparse.Namespace, shape: Shape, steps: int) -> Setup:
+    """Return the setup of a run.
+
+    Raises:
+      ValueError: for layers of two kinds with gradient release, or a pattern that selects nothing.
+    """
+    settings = Settings(
+        args.model.name, args.optimizer, shape, args.sequence, args.batch, steps, args.lr,
+        text=str(args.data), remat=FULL, compute=compute_dtype(args.compute), seed=args.seed,
+        clip=args.clip, implementation=args.implementation, release=args.release,
+        offload="pinned_host" if args.offload else None,
+    )  # fmt: skip
+    lora = Lora(plan.lora_names(args.lora), args.rank, args.alpha) if args.lora else None
+    model = Llama(shape, settings.compute, choose.attention(settings), FULL, lora=lora)
+    if settings.release and len(set(model.slides)) > 1:
+        raise ValueError("--release needs equal layers, and some of this model's have a window")
+    schedule = make_schedule(args, steps)
+    tx = make_optimizer(settings, schedule, args.weight_decay, args.decay_all)
+    is_frozen = (lambda path: False) if args.freeze is None else frozen_by(args.freeze, model)
+    if of_stacks := stacked(is_frozen, model):
+        is_frozen = of_stacks
+    else:
+        model = dataclasses.replace(model, stacked=False)
+    is_bf16 = huggingface.in_bf16(args.model)
+    return Setup(args, settings, schedule, model, tx, is_frozen, is_bf16)
+
+
+def stacked(is_frozen: Callable[[str], bool], model: Llama) -> Callable[[str], bool] | None:
+    """Return the same for paths of stacked layers, or None if it differs between layers.
+
+    With stacks, a step of many layers compiles as fast as one of a few.
+    """
+    like = jax.eval_shape(dataclasses.replace(model, lora=None).weights, jax.random.key(0))
+    frozen = {}
+    for keys, _ in jax.tree_util.tree_leaves_with_path(like):
+        path, numbers = leaf_path(keys), range(model.shape.layers)
+        of_layers = {is_frozen(path.replace(LAYERS, f"{LAYERS}/{i}", 1)) for i in numbers}
+        if len(of_layers) > 1:
+            return None
+        frozen[path] = of_layers.pop()
+    return frozen.__getitem__
