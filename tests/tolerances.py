@@ -437,6 +437,12 @@ LAUNCHES = 4
 # state.
 PLANNED = 0.05
 
+# -- exported weights (test_finetune_folders.py) ---------------------------------------------------
+# Weights into which adapters of rank 3 are merged, relative and absolute, in eps of their dtype:
+# half of one for the sum and half to store it; before that, in f32, 8 roundings by u of products
+# below 1/4, 2 u.
+MERGED_EPS = 1
+
 # -- seeds in one program (test_examples.py) -------------------------------------------------------
 # Loss of a convnet after three steps in f32 beside that of the same seed alone, where sums of up to
 # 576 terms may be in another order: 3 * sqrt(576) * 2^-24 = 4e-6. (Measured: equal.)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def shape_of(config: Mapping[str, Any], file: Path | str = CONFIG) -> Shape:
     """
     try:
         return _shape_of(config)
-    except ValueError as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
 
 
@@ -135,13 +136,12 @@ def _shape_of(config: Mapping[str, Any]) -> Shape:
         key: config[key] for key in SHARED if config.get(key, SHARED[key][0]) not in SHARED[key]
     }
     if wrong:
-        told = ", ".join(f"{key} {value!r}" for key, value in wrong.items())
+        told = ", ".join(f"{key} {reprlib.repr(value)}" for key, value in wrong.items())
         raise ValueError(f"{kind} with {told} is not supported")
     for key in (*READ, *FAMILIES[kind].read):
         value = getattr(own, key, None)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            if not (math.isfinite(value) and value > 0) and key != "max_window_layers":
-                raise ValueError(f"{key} is {value}, not above 0")
+        if key != "max_window_layers" and isinstance(value, int | float) and value is not False:
+            _above_zero(key, value)
     heads, kv_heads = own.num_attention_heads, own.num_key_value_heads
     head = getattr(own, "head_dim", None)
     head = own.hidden_size // heads if head is None else head
@@ -237,18 +237,17 @@ def _scaled(name: str, given: Mapping[str, Any]) -> tuple[float, RopeScaling | N
     kind = given.get("rope_type")
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_type {kind!r} is not supported: {', '.join(ROPE_TYPES)} are")
-    numbers = {key: given.get(key) for key in ("rope_theta", *ROPE_TYPES[kind])}
-    wrong = [
-        f"{key} {value!r}"
-        for key, value in numbers.items()
-        if not isinstance(value, int | float) or not (math.isfinite(value) and value > 0)
-    ]
+    read = ("rope_theta", *ROPE_TYPES[kind])
+    base, *scaling = (_above_zero(f"{name}: {key}", given.get(key)) for key in read)
     if given.get("partial_rotary_factor", 1.0) != 1.0:
-        wrong.append(f"partial_rotary_factor {given['partial_rotary_factor']}")
-    if wrong:
-        raise ValueError(f"{name} with {', '.join(wrong)} is not supported")
-    unread = given.keys() - {*numbers, "rope_type", "type", "partial_rotary_factor"}
+        raise ValueError(f"{name}: partial_rotary_factor {given['partial_rotary_factor']}, not 1")
+    unread = given.keys() - {*read, "rope_type", "type", "partial_rotary_factor"}
     if unread:
         raise ValueError(f"{name}: rope_type {kind!r} does not read {', '.join(sorted(unread))}")
-    base, *scaling = numbers.values()
     return base, RopeScaling(*scaling) if scaling else None
+
+
+def _above_zero(key: str, value: Any) -> Any:
+    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise ValueError(f"{key} is {value!r}, not a number above 0")
+    return value

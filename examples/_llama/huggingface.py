@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -107,13 +108,6 @@ class Tensor:
         with safe_open(self.file, "numpy") as opened:
             return opened.get_tensor(self.name)
 
-    def rows(self, number: int = 4096) -> Iterator[np.ndarray]:
-        """Yield a matrix, some rows at a time."""
-        with safe_open(self.file, "numpy") as opened:
-            part = opened.get_slice(self.name)
-            for at in range(0, self.shape[0], number):
-                yield part[at : min(at + number, self.shape[0])]
-
 
 def tensors_of(folder: Path, file: str = WEIGHTS) -> dict[str, Tensor]:
     """Return the tensors of a file, or if it is not there, of all that the folder's index names."""
@@ -170,19 +164,13 @@ def read_shape(folder: Path, say: Callable[[str], Any] = warnings.warn) -> Shape
     if (folder / ADAPTER_CONFIG).exists():
         raise ValueError(f"{folder} has {ADAPTER_CONFIG}: merge its adapters, or remove the file")
     head, table = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
-    if not (shape.tied and head and table) or _equal(head, table):
+    if not (shape.tied and head and table) or np.array_equal(head.read(), table.read()):
         return shape
     say(
         f"{folder / CONFIG} has tie_word_embeddings, but lm_head.weight differs from the embedding:"
         " the head is loaded, trained and written as weights of its own"
     )
     return dataclasses.replace(shape, tied=False)
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    return all(map(np.array_equal, one.rows(), other.rows()))
 
 
 def stored_dtype(folder: Path) -> Callable[[str], Any]:
@@ -196,9 +184,7 @@ def stored_dtype(folder: Path) -> Callable[[str], Any]:
 
 def _of_stack(name: str) -> str:
     """Return `model.layers.up_proj.weight` of `model.layers.3.up_proj.weight`."""
-    before, layers, after = name.partition(f".{LAYERS}.")
-    number, dot, rest = after.partition(".")
-    return before + layers + rest if number.isdigit() and dot else name
+    return re.sub(rf"\.{LAYERS}\.\d+\.", f".{LAYERS}.", name)
 
 
 def load(
