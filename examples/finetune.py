@@ -331,6 +331,8 @@ def prepare(args: argparse.Namespace) -> Run:
     weights = huggingface.load(args.model, setup.model, setup.dtype)
     trained, frozen, state = start(setup, weights)
     del weights
+    if args.offload:  # on the device for which the step was compiled
+        trained = jax.device_put(trained, SingleDeviceSharding(jax.local_devices()[0]))
     moved = offloaded(setup.model, setup.tx, setup.settings)
     if first == 0:
         output.write_run(args, args.batch // micro_batches)

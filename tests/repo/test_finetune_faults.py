@@ -113,11 +113,18 @@ def test_out_is_of_a_run(finetune, folder, tmp_path):
 # ---- stopped -------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="JAX 0.10 may crash if its import is interrupted"
+)
 def test_interrupted_in_the_first_second(folder, tmp_path):
     """While modules are imported, and later: no traceback."""
     command = [sys.executable, "examples/finetune.py", *flags(folder, tmp_path / "out")]
     where = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen(command, cwd=ROOT, env=where, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=where, stderr=subprocess.PIPE, text=True,
+        # a test run in the background ignores it, and so would its children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     maps, begin = Path(f"/proc/{process.pid}/maps"), time.monotonic()
     while "jaxlib" not in maps.read_text():
         assert process.poll() is None and time.monotonic() < begin + 60
@@ -153,8 +160,9 @@ def test_a_full_disk(folder, tmp_path):
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.count("\n") == 1, done.stderr
-    line = done.stderr
+    *others, line = done.stderr.splitlines()
+    # before Python 3.12 asyncio may report that the event loop of a failed save is closed
+    assert not others or sys.version_info < (3, 12) and "loop is closed" in others[-1], done.stderr
     assert line.startswith("the checkpoint of step 1 was not saved in ") and "too large" in line
     assert not (out / "model").exists()
 

@@ -135,7 +135,7 @@ def test_four_bits_make_their_table(gpt_3m, tmp_path):
         assert "4 bits" not in mu or value > 5 * mse[eight[0], exact[NU]]
         assert "4 bits" not in nu or value > 5 * mse[exact[MU], eight[1]]
     text = formats_tables.TABLES["four_bits"](rows)
-    assert text.count("\n|") == 6 and "nan" not in text
+    assert text.count("\n|") == 5 and "nan" not in text
 
 
 def test_errors_of_states_are_those_of_each_pair():
