@@ -184,7 +184,9 @@ def test_sharded_by_names(name, dtype):
     new, state = step(params, init(params), params)
     assert jax.tree.structure(state) == jax.tree.structure(jax.eval_shape(tx.init, params))
     shared = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)]
-    assert sum(shared) <= 0.26 * sum(x.nbytes for x in jax.tree.leaves(state))
+    # of factored moments, sums of rows or columns are on every device
+    most = 0.27 if name == "flash_factored_adamw" else 0.26
+    assert sum(shared) <= most * sum(x.nbytes for x in jax.tree.leaves(state))
     alone = plain(jax.device_put(jax.device_get(params), jax.devices()[0]))
     other, of_other = update(tx, alone, tx.init(alone), alone)
     gap, share = code_differences(state, of_other)
