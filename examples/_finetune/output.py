@@ -55,7 +55,7 @@ def begin(args: argparse.Namespace) -> tuple[int, int | None]:
                 f"{out} has a run with {name} {saved.get(name)}, not {value}: resume it with the "
                 "flags that it was begun with"
             )
-    return step, saved["micro_batch"]
+    return step, saved.get("micro_batch")
 
 
 def _described(args: argparse.Namespace) -> dict[str, str]:
