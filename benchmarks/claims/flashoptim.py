@@ -6,7 +6,6 @@ import numpy as np
 
 from benchmarks import curves
 from benchmarks.claims import (
-    ONE_SEED,
     Claim,
     Finding,
     Holds,
@@ -19,7 +18,7 @@ from benchmarks.claims import (
     values_of,
 )
 from benchmarks.claims.equivalence import Margin
-from benchmarks.claims.findings import F32, OURS, PAPER, Trained, of_one_seed, over, percent
+from benchmarks.claims.findings import F32, OURS, PAPER, Trained, over
 from benchmarks.records import RESULTS, Rows, last, on_gpus, select
 from benchmarks.suites.digits import Together
 from benchmarks.suites.flashoptim.bench import BY_SIDE
@@ -169,23 +168,6 @@ def moments(rows: Rows, preset: str, rule: str, slot: str, share: float) -> Find
     return judged("; ".join(texts), holds, used, size)
 
 
-def early(rows: Rows) -> Finding:
-    """Held-out losses over AdamW's early in GPT-2's run, of a control too, in stored curves."""
-    path = RESULTS / "pairs-gpt2-124m-control.npz"
-    some(path.exists())
-    stored = curves.load(path)
-    own = {name.partition(" seed")[0]: run for name, run in stored.runs.items()}
-    base = own["adamw"]["val_loss"][-1]
-    words = {"adamw+": "AdamW with rates a thousandth higher", "flash_adamw": "flash_adamw",
-             "split": "f32 moments with split weights"}  # fmt: skip
-    shares = {name: over(float(own[name]["val_loss"][-1]), float(base)) for name in words}
-    text = f"AdamW {base:.4f}; " + ", ".join(f"{words[n]} {percent(x)}" for n, x in shares.items())
-    wanted = {"bench": "pairs", "case": "gpt2-124m/adam", "metric": "val_loss"}
-    size = f"{stored.about['parameters'] / 1e6:.3g}M weights, step {own['adamw']['val_step'][-1]}"
-    size += f" of {stored.about['steps']:,}, {ONE_SEED}, 22 million tokens of text"
-    return judged(text, of_one_seed(shares["flash_adamw"], True), select(rows, **wanted)[-1:], size)
-
-
 def diverges(rows: Rows) -> Finding:
     linear, companded = (
         of_pairs("gpt-42m", "adamw", f"flash_adamw-{name}").pair(rows)
@@ -279,8 +261,6 @@ CLAIMS: tuple[Claim, ...] = (
           (f"a smaller model, {rule}, examples/train_gpt.py",
            of_examples(base)),
       )),
-    Claim("Table 3, GPT-2 124M, early (ours)", "how far runs of AdamW alone come apart",
-          early, str(findings.MARGIN)),
     *(Claim(f"Table 3, {model}, AdamW beside the control (ours)",
             "how far runs that differ by chance come apart", beside_control(case),
             str(findings.MARGIN))

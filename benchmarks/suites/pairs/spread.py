@@ -19,27 +19,14 @@ from benchmarks.suites.pairs.presets import LION, PRESETS, VARIANTS
 
 CURVES = RESULTS / f"pairs-{PRESET}-{RULE}.npz"
 
-# with factored second moments, f32 weights: the program is in git's history
-ON_TRIAL = {
-    "adamw-factored": "AdamW, factored v",
-    "adamw-factored-four-bit": "AdamW, factored v, 4-bit m",
-    "adamw-factored-four-bit-nearest": "AdamW, factored v, 4-bit m to nearest",
-    "adamw-ratio": "AdamW, v factored with 4-bit ratios",
-    "adamw-ratio-four-bit": "AdamW, 4-bit m, v factored with 4-bit ratios",
-    "adamw-ratio-four-bit-nearest": "AdamW, 4-bit m to nearest, v factored with 4-bit ratios",
-    "adamw-shrunk-four-bit-nearest":
-        "AdamW, 4-bit m to nearest, v factored with 4-bit ratios halfway to 1",
-}  # fmt: skip
-SAYS = {name: of.says for name, of in VARIANTS.items()} | {
-    name: f"{says}, f32 weights" for name, says in ON_TRIAL.items()
-}
+SAYS = {name: of.says for name, of in VARIANTS.items()}
 # they differ from AdamW by roundings of 8 bits
 NEAR = ("flash_adamw", "coat_adamw", "flash_adamw-bf16-rounded")
-# by more: two controls, 4-bit states of the package, and those on trial
+# by more: two controls and 4-bit states
 APART = (
     "adamw-lower", "adamw-higher", "flash_adamw-four-bit", "flash_adamw-four-bit-nearest",
     "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-sqrt-nu", "flash_factored_adamw",
-    "flash_factored_adamw-four-bit", "flash_factored_adamw-four-bit-stochastic-32", *ON_TRIAL,
+    "flash_factored_adamw-four-bit", "flash_factored_adamw-four-bit-stochastic-32",
 )  # fmt: skip
 BASES = {LION: f"{PRESET}/{LION}", BASE: CASE}
 POWERS = (0.8, 0.9)
