@@ -211,7 +211,9 @@ def compare(plan, p, one, other, step=LEARNING_RATE * tolerances.REORDERED_STEP)
     masters = [master(plan, p, update, state.correction) for update, state in (one, other)]
     bits = plan.split and plan.split.bits
     unit = tolerances.REORDERED_MASTER[bits, jnp.dtype(plan.dtype)]
-    np.testing.assert_allclose(*masters, rtol=unit, atol=step)
+    moved = np.abs(masters[1] - np.asarray(p, np.float32)) / LEARNING_RATE  # errors grow with it
+    off = np.abs(masters[0] - masters[1])
+    np.testing.assert_array_less(off, unit * np.abs(masters[1]) + step * (1 + moved))
 
 
 def test_which_leaves_are_packed():
