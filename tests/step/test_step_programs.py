@@ -318,7 +318,7 @@ def abstract(tx, shapes=TREE):
     return params, jax.eval_shape(tx.init, params), params
 
 
-@pytest.mark.parametrize("optimizer", rows(lowmem.OPTIMIZERS, ["stable_adamw"]))
+@pytest.mark.parametrize("optimizer", rows(lowmem.OPTIMIZERS, ["flash_adam_mini", "stable_adamw"]))
 def test_traced_anywhere(optimizer):
     # the leaves here have fewer rows and columns than are factored by default
     more = {"min_dim_size_to_factor": 64} if optimizer == "flash_factored_adamw" else {}

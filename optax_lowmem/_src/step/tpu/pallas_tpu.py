@@ -55,7 +55,7 @@ _KNOWN = frozenset(
 
 def unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return the reason why this kernel cannot step a leaf, or None."""
-    reason = _block_reason(plan) or lanes.unsupported(plan.shape, plan.group_size)
+    reason = lanes.unsupported(plan.shape, plan.group_size) or _block_reason(plan)
     if reason is not None:
         return reason
     for several in (slot.codes_per_byte for slot in plan.slots):
