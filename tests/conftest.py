@@ -24,7 +24,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from optax_lowmem._src.core import compiled  # noqa: E402
+from optax_lowmem._src.arrays import compiled  # noqa: E402
 from optax_lowmem._src.kernels import platform as kernel_platform  # noqa: E402
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS  # noqa: E402
 from tests.tiers import SAMPLES, rows, sample_of  # noqa: E402

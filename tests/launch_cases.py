@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core import numerics, random
-from optax_lowmem._src.core.groups import Tile, Tiling
-from optax_lowmem._src.optimizers.lion import LionRule
-from optax_lowmem._src.step import LeafPlan, reference
-from optax_lowmem._src.step.batch import Leaf, LeafState, Result
+from optax_lowmem._src.arrays import numerics, random
+from optax_lowmem._src.arrays.groups import Tile, Tiling
+from optax_lowmem._src.optim.optimizers.lion import LionRule
+from optax_lowmem._src.optim.step import LeafPlan, reference
+from optax_lowmem._src.optim.step.batch import Leaf, LeafState, Result
 from optax_lowmem.codecs import StoredSlot, decode_array, encode_array
 from tests import tolerances
 

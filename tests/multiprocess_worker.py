@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.step import gpu
+from optax_lowmem._src.optim.step import gpu
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.blocks import block_means, block_means_triton
-from optax_lowmem._src.blocks.block_means import has_columns, passes
-from optax_lowmem._src.core.block import Factors
+from optax_lowmem._src.arrays.block import Factors
 from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.optim.blocks import block_means, block_means_triton
+from optax_lowmem._src.optim.blocks.block_means import has_columns, passes
 from optax_lowmem.blocks import Block
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.tiers import rows, triton_often

@@ -13,11 +13,11 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.core import random
-from optax_lowmem._src.optimizers import every_record
-from optax_lowmem._src.step import reference, xla
-from optax_lowmem._src.step.batch import Leaf, LeafBatch
-from optax_lowmem._src.step.prepare import prepare_leaves
+from optax_lowmem._src.arrays import random
+from optax_lowmem._src.optim.optimizers import every_record
+from optax_lowmem._src.optim.step import reference, xla
+from optax_lowmem._src.optim.step.batch import Leaf, LeafBatch
+from optax_lowmem._src.optim.step.prepare import prepare_leaves
 from tests import small_leaves, tolerances
 from tests.launch_cases import joined, same_scales, stored_slots, units
 from tests.tiers import rows
@@ -240,7 +240,7 @@ def test_small_outputs_are_computed_in_calls_that_xla_keeps():
 @pytest.fixture
 def folded(monkeypatch):
     """The clippings that became a factor."""
-    module, found = importlib.import_module("optax_lowmem._src.wrappers.chain"), []
+    module, found = importlib.import_module("optax_lowmem._src.optim.wrappers.chain"), []
     plain = module.clipping_factor
 
     def factor(link, updates, state):

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem import release
-from optax_lowmem._src.core.sharding import placement
+from optax_lowmem._src.arrays.sharding import placement
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.step import gpu as gpu_step
-from optax_lowmem._src.step import on_mesh
+from optax_lowmem._src.optim.step import gpu as gpu_step
+from optax_lowmem._src.optim.step import on_mesh
 from optax_lowmem.codecs import linear4
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS

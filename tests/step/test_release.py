@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem import release
-from optax_lowmem._src.core import random
-from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.step import gpu as gpu_step
+from optax_lowmem._src.arrays import random
+from optax_lowmem._src.arrays.groups import Tile
+from optax_lowmem._src.optim.step import gpu as gpu_step
 from tests import launch_cases, small_leaves, tolerances
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import POLICY, RULES, assert_alike, assert_same, changes, distance

@@ -18,17 +18,17 @@ from jax.sharding import AxisType, PartitionSpec
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.core import numerics, random
-from optax_lowmem._src.core.block import Block
-from optax_lowmem._src.core.groups import Tile, Tiling
+from optax_lowmem._src.arrays import numerics, random
+from optax_lowmem._src.arrays.block import Block
+from optax_lowmem._src.arrays.groups import Tile, Tiling
 from optax_lowmem._src.kernels import tiles
 from optax_lowmem._src.kernels.gpu_kernel import Run
-from optax_lowmem._src.optimizers.adam import AdamRule
-from optax_lowmem._src.step import backend, reference, tuning
-from optax_lowmem._src.step import gpu as gpu_step
-from optax_lowmem._src.step.batch import Leaf, LeafBatch
-from optax_lowmem._src.step.rule import OF_BLOCK
-from optax_lowmem._src.step.tpu import pallas_tpu
+from optax_lowmem._src.optim.optimizers.adam import AdamRule
+from optax_lowmem._src.optim.step import backend, reference, tuning
+from optax_lowmem._src.optim.step import gpu as gpu_step
+from optax_lowmem._src.optim.step.batch import Leaf, LeafBatch
+from optax_lowmem._src.optim.step.rule import OF_BLOCK
+from optax_lowmem._src.optim.step.tpu import pallas_tpu
 from tests import launch_cases, small_leaves, tolerances, triton_on_numpy
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import RULES, covering, pairwise

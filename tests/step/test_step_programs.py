@@ -14,12 +14,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core import context
-from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.kernels import jax_triton_call, platform
-from optax_lowmem._src.step import backend, tuning
-from optax_lowmem._src.step import gpu as gpu_step
-from optax_lowmem._src.step.tpu import pallas_tpu
+from optax_lowmem._src.arrays.groups import Tile
+from optax_lowmem._src.kernels import jax_triton_call, platform, step_arguments
+from optax_lowmem._src.optim.step import backend, tuning
+from optax_lowmem._src.optim.step import gpu as gpu_step
+from optax_lowmem._src.optim.step.tpu import pallas_tpu
 from optax_lowmem.sharding import state_shardings
 from tests import launch_cases, tolerances
 from tests.compilation import SAME_BITS
@@ -234,7 +233,7 @@ TILES = [Tile(256, 1), Tile(1024, 4), Tile(4096, 8)]
 @pytest.mark.parametrize("tile", rows(TILES, TILES[:1]), ids=str)
 def test_tiles_lower_for_cuda(on_a_gpu, tile):
     shapes = [(64, 64), (3, 50257), (2, 3, 50), (5, 1)]
-    with context.stepping(tuning=tuning.Tuning(tile)):
+    with step_arguments.stepping(tuning=tuning.Tuning(tile)):
         for size in (24, 32, 5000):
             tx = builder("flash_adamw")(storage=storage(group_size=size))
             assert kernels_in(lowered(tx, shapes, BF16, True))

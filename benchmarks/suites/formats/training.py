@@ -21,7 +21,7 @@ from benchmarks.suites.formats import errors as fe
 from benchmarks.suites.formats.formats import MU, NU, STOCHASTIC, Copy, Pair
 from benchmarks.training import Text
 from optax_lowmem import codecs
-from optax_lowmem._src.core import random, trees
+from optax_lowmem._src.arrays import random, trees
 
 # the examples' model of that name; 2048 tokens a step leave the gradients noisy
 _42M = Settings(

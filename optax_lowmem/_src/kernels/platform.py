@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from optax_lowmem._src.core.groups import MAX_ELEMENTS
+from optax_lowmem._src.arrays.groups import MAX_ELEMENTS
 
 FLOATS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))  # that kernels read
 _OLDEST = 8.0  # compute capability of Ampere, the oldest with bfloat16 in Triton
