@@ -139,9 +139,9 @@ def by_reference(name, bits, dtype, rounding):
             if rule.prepares == "matrices":  # a step without weights is what they are made of
                 leaf = leaf._replace(p=None)
             elif rule.prepares is not None:
-                batch = LeafBatch(
-                    (plan,), [g], [p], [own], h_leaf, [{}], key[None], (0,), None, [own_shared],
-                    key[None],
+                batch = LeafBatch.of(
+                    [plan], ([g], [p], [own]), h_leaf, key[None],
+                    blockwise=[own_shared], blockwise_keys=key[None],
                 )  # fmt: skip
                 batch, (own_shared,) = prepare_leaves(rule, batch)
                 h_leaf, leaf = batch.h(0), batch.leaf(0)

@@ -210,8 +210,7 @@ def batches(*leaves, direct=True, **tuned):
 def indices_of_launches(rows, **tuned):
     """Of (plan, gradient, weight) each."""
     plans, gradients, weights = map(list, zip(*rows, strict=True))
-    empty, numbers = [None] * len(rows), tuple(range(len(rows)))
-    batch = LeafBatch(tuple(plans), gradients, weights, empty, {}, empty, None, numbers)
+    batch = LeafBatch.of(plans, (gradients, weights, [None] * len(rows)), {}, None)
     return gpu.group_leaves(batch, tuning.Tuning(**tuned))
 
 

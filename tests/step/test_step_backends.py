@@ -208,7 +208,10 @@ def both(case, tuned=SMALL, options=SAME_BITS):
             own = reference.prepare(case.rule, plan, leaf, h)
             hs.append(own if leaf.of_block is None else {OF_BLOCK: leaf.of_block})
         plans, numbers = tuple(case.plans), tuple(case.numbers)
-        batch = LeafBatch(plans, gradients, weights, states, h, hs, keys, numbers, "pallas")
+        arrays = gradients, weights, states
+        batch = LeafBatch.of(
+            plans, arrays, h, keys, operands=hs, numbers=numbers, implementation="pallas"
+        )
         found = backend.fused_updates(case.rule, batch, tuned)
         wanted = []
         for i, (plan, leaf, number) in enumerate(zip(plans, leaves, numbers, strict=True)):

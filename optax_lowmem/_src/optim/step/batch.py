@@ -48,7 +48,7 @@ class Result(NamedTuple):
                  "blockwise", "blockwise_keys"],
     meta_fields=["plans", "numbers", "implementation"],
 )  # fmt: skip
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafBatch:
     """The operands of a step: one entry per parameter in each list."""
 
@@ -66,6 +66,23 @@ class LeafBatch:
     # stored block-wise slots; their corrections are not used. Empty if the step does not read them
     blockwise: list[LeafState] = dataclasses.field(default_factory=list)
     blockwise_keys: jax.Array | None = None  # like `keys`, for block-wise slots
+
+    @classmethod
+    def of(
+        cls,
+        plans: Sequence[LeafPlan],
+        leaves: tuple[list[jax.Array], list[Any], list[LeafState]],
+        hyperparameters: Arrays,
+        keys: jax.Array,
+        **others: Any,
+    ) -> "LeafBatch":
+        """Return the batch of (gradients, weights, states), whose entry i uses `keys[i]`."""
+        gradients, weights, states = leaves
+        return cls(
+            plans=tuple(plans), gradients=gradients, weights=weights, states=states,
+            hyperparameters=hyperparameters, keys=keys,
+            **{"operands": [{}] * len(plans), "numbers": tuple(range(len(plans))), **others},
+        )  # fmt: skip
 
     def leaf(self, i: int) -> Leaf:
         """Return the arrays of an entry."""

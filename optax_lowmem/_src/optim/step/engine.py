@@ -119,9 +119,9 @@ class Engine(StateFormat, LeafPlanner):
         states, blockwise = self.unpack(state, plans, like)
         paths = [plan.path for plan in plans]
         count, keys = count_and_keys(state.seed, state.count, count, paths)
-        batch = LeafBatch(
-            tuple(plans), gradients, weights, states, h, [{}] * len(plans), keys,
-            tuple(range(len(plans))), step_arguments.current().implementation, blockwise, keys,
+        batch = LeafBatch.of(
+            plans, (gradients, weights, states), h, keys, blockwise=blockwise, blockwise_keys=keys,
+            implementation=step_arguments.current().implementation,
         )  # fmt: skip
         step = _step_streamed if streams else step_leaves
         results, states, blockwise = step(self.rule, batch)

@@ -109,10 +109,8 @@ def _prepare_blocks(
         dataclasses.replace(plan.blockwise_plan, path=f"{plan.path} (means over blocks)")
         for plan in plans
     ]
-    of_blocks = LeafBatch(
-        tuple(named), [mean.reshape(-1) for mean in means],
-        [None] * len(plans), flat, h, [{}] * len(plans), keys, numbers, implementation,
-    )  # fmt: skip
+    arrays = [mean.reshape(-1) for mean in means], [None] * len(plans), flat
+    of_blocks = LeafBatch.of(named, arrays, h, keys, numbers=numbers, implementation=implementation)
     with step_arguments.stepping(placements=None):  # those are of leaves, not of blocks
         result = fused_updates(_BlockRule(rule), of_blocks)
     values = [given.reshape(mean.shape) for (given, _), mean in zip(result, means, strict=True)]

@@ -199,10 +199,10 @@ class Update:
         h, (weights, states, blockwise) = self.h, leaves
         if self.limit is not None:
             h = _scaled(h, clipping_factor(self.limit, norm_of(gradients), ()))
-        batch = LeafBatch(
-            tuple(plans), gradients, weights, states, h, [{}] * len(plans), keys,
-            tuple(range(len(plans))), step_arguments.current().implementation, blockwise,
-            blockwise_keys,
+        batch = LeafBatch.of(
+            plans, (gradients, weights, states), h, keys,
+            blockwise=blockwise, blockwise_keys=blockwise_keys,
+            implementation=step_arguments.current().implementation,
         )  # fmt: skip
         return step_leaves(self.plans.engine.rule, batch)
 
