@@ -1,4 +1,4 @@
-"""What the fine-tuning example refuses, and how it stops: one line, before or during training."""
+"""Errors of the fine-tuning example: one line each, before or during training."""
 
 import json
 import os

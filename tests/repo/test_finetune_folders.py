@@ -442,7 +442,7 @@ def test_an_export_replaces_the_one_before(hf, exported, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_an_export_that_stops(hf, exported, tmp_path, monkeypatch, error):
-    """What was there before is there, and nothing else."""
+    """The files are those of before, and no others."""
     out = exported()
     before = {file.name: file.read_bytes() for file in out.iterdir()}
 

@@ -56,7 +56,7 @@ def pure(tree: Any) -> Any:
 
 
 def unboxed(tree: optax.Params) -> optax.Params:
-    """Remove the Linen boxes from a tree."""
+    """Remove Linen's metadata (`nn.Partitioned` and the like) from a tree."""
 
     def content(node: object) -> object:
         if not is_box(node):

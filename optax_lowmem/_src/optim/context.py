@@ -22,7 +22,7 @@ from optax_lowmem._src.arrays.typing import T
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """How one slot of one leaf is stored, and why."""
+    """The stored form of one slot of one parameter, and the reason."""
 
     path: str  # path of the leaf, as from `jax.tree_util.keystr(..., simple=True, separator="/")`
     slot: str  # `mu`, `nu`, ..., `correction`, or `step` for the implementation of the leaf's step
@@ -64,7 +64,7 @@ class Masters:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What an `init`, or a trial of an update, reports through the closures of optax's wrappers.
+    """Values that an `init`, or a trial update, reports through the closures of optax's wrappers.
 
     A field is None outside of the context managers that set it (`recording`, `emitting`, ...).
     """

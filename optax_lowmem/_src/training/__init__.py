@@ -1,1 +1,1 @@
-"""What a training loop needs around an optimizer and a model."""
+"""Training loops: gradient release, checkpoints, memory, diagnostics, shardings and Flax."""

@@ -47,7 +47,7 @@ _NORMS = {"norm", "ln", "layernorm", "rmsnorm", "batchnorm", "groupnorm"}
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """What a parameter is in its model.
+    """Role of a parameter in its model.
 
     Attributes:
       kind: `bias`, `norm`, `embedding`, `convolution`, `dense`; `query` (or key), `value`, `out`
@@ -111,7 +111,7 @@ def decay_mask(params: optax.Params) -> optax.Params:
     layers.
 
     Args:
-      params: the weights, or their `jax.eval_shape`; Linen's boxes, NNX or plain arrays.
+      params: the weights, or their `jax.eval_shape`: arrays, NNX or Linen's `nn.Partitioned`.
 
     Returns:
       A tree of bools with the structure of `params`.

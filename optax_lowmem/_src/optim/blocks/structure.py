@@ -38,7 +38,7 @@ def infer(
     all have an axis of the same size, or by a rank one above the maximum for the kind of leaf.
 
     Args:
-      params: the weights, or their `jax.eval_shape`; Linen's boxes, NNX or plain arrays.
+      params: the weights, or their `jax.eval_shape`: arrays, NNX or Linen's `nn.Partitioned`.
       heads: number of query heads; required if a query kernel is (in, heads * head_dim).
       kv_heads: number of key heads; a 2-D key beside a query takes it from the query's head_dim.
       rules: (glob pattern on the path, block) pairs; the first match applies. A block is a
