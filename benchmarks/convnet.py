@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _gpt.config import matrices
 from _gpt.train import LOWMEM, optimizer_step, stored_dtype
 from flax import linen as nn
 from sklearn.datasets import load_digits
 
 import optax_lowmem as lowmem
+from optax_lowmem.blocks import decay_mask
 
 CLASSES, TRAIN_SHARE = 10, 0.8
 PEAK, MOMENTUM, DECAY, SMOOTHING = 0.05, 0.9, 5e-4, 0.1
@@ -70,8 +70,8 @@ def optimizer(impl: str, steps: int) -> optax.GradientTransformation:
     warmup = max(1, steps // 20)
     rate = optax.warmup_cosine_decay_schedule(0.0, PEAK, warmup, max(warmup + 1, steps))
     if impl == LOWMEM:
-        return lowmem.flash_sgd(rate, MOMENTUM, True, weight_decay=DECAY, mask=matrices)
-    decay = optax.add_decayed_weights(DECAY, matrices)
+        return lowmem.flash_sgd(rate, MOMENTUM, True, weight_decay=DECAY, mask=decay_mask)
+    decay = optax.add_decayed_weights(DECAY, decay_mask)
     return optax.chain(decay, optax.sgd(rate, MOMENTUM, nesterov=True))
 
 

@@ -50,11 +50,6 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def matrices(params: Any) -> Any:
-    """The weight decay's mask: matrices decay, the norms' scales do not."""
-    return jax.tree.map(lambda p: p.ndim > 1, params)
-
-
 def hidden(params: Any) -> Any:
     """Muon's matrices: all but embeddings, which also are the output head."""
 
@@ -99,7 +94,7 @@ def _compressed(plain: Factory, **slots: str) -> Factory:
     return factory
 
 
-_DECAYED = {"weight_decay": 0.1, "mask": matrices}
+_DECAYED = {"weight_decay": 0.1, "mask": lowmem.blocks.decay_mask}
 _ADAM = {"b1": 0.9, "b2": 0.99}  # 0.99: few tokens in a batch
 # what an optimizer has of its own
 _ARGUMENTS: dict[str, dict[str, Any]] = {

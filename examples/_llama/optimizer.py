@@ -22,15 +22,6 @@ _DECAY = 0.1
 _DECAYS = {"flash_lion": 0.3, "flash_sgd": 1e-4}
 
 
-def decayed(params: Any) -> Any:
-    """Return the mask of weight decay: matrices and embeddings, not biases and norms."""
-
-    def is_decayed(keys: Any, _: Any) -> bool:
-        return not leaf_path(keys).endswith(("bias", "scale"))
-
-    return jax.tree_util.tree_map_with_path(is_decayed, params)
-
-
 def hidden(params: Any) -> Any:
     """Return Muon's dimensions of the matrices of layers; None for all other parameters."""
 
@@ -48,7 +39,7 @@ def _arguments(settings: Settings, weight_decay: float | None, decay_all: bool) 
     decay = _DECAYS.get(name, _DECAY) if weight_decay is None else weight_decay
     known: dict[str, Any] = {
         "weight_decay": decay,
-        "mask": None if decay_all else decayed,
+        "mask": None if decay_all else lowmem.blocks.decay_mask,
         "adam_weight_decay": decay if decay_all else 0.0,  # Muon's, of all but the matrices
         "muon_weight_dimension_numbers": hidden,
         "adam_b2": 0.95,

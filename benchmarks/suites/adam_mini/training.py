@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from _gpt import train
-from _gpt.config import ModelShape, Settings, matrices
+from _gpt.config import ModelShape, Settings
 
 import optax_lowmem as lowmem
 from benchmarks import training
@@ -22,6 +22,7 @@ from benchmarks.curves import CURVES
 from benchmarks.training import Curve, Program
 from benchmarks.variants import Part, built, parser
 from optax_lowmem import codecs
+from optax_lowmem.blocks import decay_mask
 
 GROUP = 256
 # Adam-mini's for pre-training, which Q-Adam-mini takes over; matrices decay, the embedding too.
@@ -102,7 +103,7 @@ class Experiment(training.Experiment):
 
     def lower(self, name: str) -> Program:
         chain = optax.chain if name == PLAIN else lowmem.chain
-        make = functools.partial(VARIANTS[name], blocks=self.blocks, mask=matrices, **ADAM)
+        make = functools.partial(VARIANTS[name], blocks=self.blocks, mask=decay_mask, **ADAM)
         tx = chain(optax.clip_by_global_norm(train.CLIP), make(self.run.schedule()))
         dtype = None if name == PLAIN else jnp.float32
         return self.optimized(tx, self.weights, self.loss, dtype, measure=self._measured)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _gpt import train
-from _gpt.config import ModelShape, Settings, matrices
+from _gpt.config import ModelShape, Settings
 
 from benchmarks import training
 from benchmarks.suites.formats import errors as fe
@@ -22,6 +22,7 @@ from benchmarks.suites.formats.formats import MU, NU, STOCHASTIC, Copy, Pair
 from benchmarks.training import Text
 from optax_lowmem import codecs
 from optax_lowmem._src.arrays import random, trees
+from optax_lowmem.blocks import decay_mask
 
 # the examples' model of that name; 2048 tokens a step leave the gradients noisy
 _42M = Settings(
@@ -137,7 +138,7 @@ class Experiment(training.Experiment):
         self.loss = train.loss_function(graphdef, settings.compute)
         self.clip = optax.clip_by_global_norm(train.CLIP)
         betas = DECAYS[MU], DECAYS[NU]
-        self.adamw = optax.adamw(settings.schedule(), *betas, weight_decay=0.1, mask=matrices)
+        self.adamw = optax.adamw(settings.schedule(), *betas, weight_decay=0.1, mask=decay_mask)
         shapes = jax.eval_shape(self.weights, jax.random.key(0))
         self.sample = Sample.of(shapes, chunks, seed)
         self.parameters = sum(p.size for p in jax.tree.leaves(shapes))
