@@ -82,9 +82,10 @@ def make_setup(args: argparse.Namespace, shape: Shape, steps: int) -> Setup:
       ValueError: for layers of two kinds with gradient release, or a pattern that selects nothing.
     """
     settings = Settings(
-        args.model.name, args.optimizer, shape, args.sequence, args.batch, steps, args.lr,
-        text=str(args.data), remat=FULL, compute=compute_dtype(args.compute), seed=args.seed,
-        clip=args.clip, implementation=args.implementation, release=args.release,
+        preset=args.model.name, optimizer=args.optimizer, shape=shape, sequence=args.sequence,
+        batch=args.batch, steps=steps, learning_rate=args.lr, text=str(args.data), remat=FULL,
+        compute=compute_dtype(args.compute), seed=args.seed, clip=args.clip,
+        implementation=args.implementation, release=args.release,
         offload="pinned_host" if args.offload else None,
     )  # fmt: skip
     lora = Lora(plan.lora_names(args.lora), args.rank, args.alpha) if args.lora else None

@@ -1,6 +1,7 @@
 """Command-line options, exit codes and the progress bar that the examples share."""
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -74,6 +75,12 @@ def add_common(add: Callable[..., object]) -> None:
         help="of lowmem.step: auto (the fastest there is), xla (plain jnp), ...")  # fmt: skip
     add("--seed", type=int, default=0, help="of the weights, the batches and the rounding")
     add("--record", type=Path, metavar="FILE", help="append benchmark records (JSON lines)")
+
+
+def changed(preset: Any, kind: type, given: Mapping[str, Any]) -> Any:
+    """Return the settings of a run: a preset's, but for those that are given and not None."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return kind(**vars(preset) | {k: x for k, x in given.items() if k in names and x is not None})
 
 
 def compute_dtype(chosen: str) -> str:

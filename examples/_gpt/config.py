@@ -128,21 +128,12 @@ OPTIMIZERS: dict[str, OptimizerPair] = {
 }
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A run: the preset with the command line's changes."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(Preset):
+    """A run: a preset with the command line's changes."""
 
     preset: str
     optimizer: str
-    shape: ModelShape
-    context: int
-    batch: int
-    steps: int
-    learning_rate: float
-    tokenizer: str
-    vocab: int
-    text: str
-    held_out_batches: int
     compute: str
     implementation: str = "auto"
 

@@ -134,19 +134,12 @@ PRESETS: dict[str, Preset] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A run: the preset with the command line's changes."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(Preset):
+    """A run: a preset with the command line's changes."""
 
     preset: str
     optimizer: str
-    shape: Shape
-    sequence: int
-    batch: int
-    steps: int
-    learning_rate: float
-    text: str
-    remat: str
     compute: str
     seed: int
     clip: float = 1.0

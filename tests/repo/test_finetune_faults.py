@@ -269,7 +269,8 @@ def test_biases_and_norms_are_not_decayed(example, name):  # noqa: F811
     config, optimizer = example("_llama.config"), example("_llama.optimizer")
     shape = config.Shape(2, 16, 32, 2, 1, 48, bias=True)
     settings = config.Settings(
-        "", name, shape, 8, 1, 10, 1e-2, "", "none", "float32", 0, clip=0.0
+        preset="", optimizer=name, shape=shape, sequence=8, batch=1, steps=10, learning_rate=1e-2,
+        text="", remat="none", compute="float32", seed=0, clip=0.0,
     )  # fmt: skip
     weights = {
         "embed_tokens": {"embedding": jnp.ones((48, 16))},

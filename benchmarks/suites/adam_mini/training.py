@@ -54,7 +54,8 @@ VARIANTS = {
 }
 
 _45M = Settings(
-    "gpt-45m", "q_adam_mini", ModelShape(layers=4, heads=8, width=512, tied=False, fused=False),
+    preset="gpt-45m", optimizer="q_adam_mini",
+    shape=ModelShape(layers=4, heads=8, width=512, tied=False, fused=False),
     context=256, batch=8, steps=10_000, learning_rate=1e-3, tokenizer="bpe", vocab=32_000,
     text="installed", held_out_batches=128, compute="bfloat16",
 )  # fmt: skip

@@ -26,9 +26,9 @@ from optax_lowmem.blocks import decay_mask
 
 # the examples' model of that name; 2048 tokens a step leave the gradients noisy
 _42M = Settings(
-    "gpt-42m", "adamw", ModelShape(layers=8, heads=8, width=512), context=256, batch=8,
-    steps=3_000, learning_rate=1e-3, tokenizer="bpe", vocab=32_000, text="installed",
-    held_out_batches=100, compute="bfloat16",
+    preset="gpt-42m", optimizer="adamw", shape=ModelShape(layers=8, heads=8, width=512),
+    context=256, batch=8, steps=3_000, learning_rate=1e-3, tokenizer="bpe", vocab=32_000,
+    text="installed", held_out_batches=100, compute="bfloat16",
 )  # fmt: skip
 _3M = dataclasses.replace(
     _42M, preset="gpt-3m", shape=ModelShape(layers=2, heads=4, width=256), context=64, steps=1_500,
