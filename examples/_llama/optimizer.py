@@ -93,5 +93,7 @@ def stored_dtype(optimizer: str, path: str, noise: str | None = None) -> Any:
 
 
 def weights_dtype(settings: Settings, path: str) -> Any:
-    """Return the dtype of a weight of a run without noise."""
-    return jnp.float32 if settings.f32_weights else stored_dtype(settings.optimizer, path)
+    """Return the dtype of a weight of a run."""
+    if settings.f32_weights:
+        return jnp.float32
+    return stored_dtype(settings.optimizer, path, settings.noise)

@@ -25,7 +25,7 @@ from . import choose
 from . import mesh as meshes
 from .config import HEADS, LINEARS, PLAIN, Settings
 from .model import LAYERS, Llama
-from .optimizer import make_optimizer, stored_dtype, weights_dtype
+from .optimizer import make_optimizer, weights_dtype
 
 _TOKENS_AT_ONCE = 65_536  # whose inputs of all layers are in host memory
 Batches = Callable[[int], np.ndarray]
@@ -105,8 +105,9 @@ def make_program(settings: Settings) -> Program:
     dtype, plain = functools.partial(weights_dtype, settings), settings.optimizer == PLAIN
 
     def start() -> tuple[Any, Any]:
-        if settings.noise:
-            return noisy_start(model, tx, settings)
+        if settings.noise:  # lowmem.init makes that of the first step, and tx.init does not
+            weights = model.weights(jax.random.key(settings.seed))
+            return lowmem.init(tx, weights, lambda path, leaf: dtype(path), seed=settings.seed)
         # bf16 numbers are their own master weights: lowmem.init would split them into copies
         weights = model.weights(jax.random.key(settings.seed), dtype)
         state = tx.init(weights)
@@ -163,26 +164,11 @@ def _codes_bytes(model: Llama, params: Any, of_params: Any) -> int:
     return round(share * size(jax.eval_shape(model.quantized_weights, params)))
 
 
-def noisy_start(model: Llama, tx: Any, settings: Settings) -> tuple[Any, Any]:
-    """Weights and state with the noise of the first step, which `tx.init` alone does not make."""
-    weights = model.weights(jax.random.key(settings.seed), lambda path: jnp.float32)
-
-    def dtype(path: str, leaf: Any) -> Any:
-        del leaf
-        return stored_dtype(settings.optimizer, path, settings.noise)
-
-    return lowmem.init(tx, weights, dtype, seed=settings.seed)
-
-
-def _take_step(settings: Settings) -> Callable[..., tuple[Any, Any]]:
-    # through `apply_updates` weights with noise would be rounded once more
-    impl = F32 if settings.optimizer == PLAIN and not settings.noise else LOWMEM
-    return optimizer_step(impl, settings.implementation)
-
-
 def _ordinary(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
     """All gradients, then the optimizer's step."""
-    take_step = _take_step(settings)
+    # through `apply_updates` weights with noise would be rounded once more
+    impl = F32 if settings.optimizer == PLAIN and not settings.noise else LOWMEM
+    take_step = optimizer_step(impl, settings.implementation)
     prepare = model.quantized_weights if settings.quantize_once else None
     value_and_grad = lowmem.value_and_grad(model, settings.accumulate, prepare)
 
