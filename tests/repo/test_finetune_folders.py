@@ -401,7 +401,7 @@ def test_adapters_are_merged_in_f32(hf, models, folder, tmp_path, dtype):
 def test_frozen_weights_keep_their_bits(hf, models, example, folder, tmp_path):  # noqa: F811
     before = in_dtype(folder, np.float32)
     model = models.Llama(hf.read_shape(folder), stacked=False)
-    frozen = example("_llama.selection").frozen_by("embed_tokens|layers/0/", model)
+    frozen = example("_finetune.setup").frozen_by("embed_tokens|layers/0/", model)
     weights = hf.load(folder, model, lambda path: jnp.bfloat16)
     trained = models.part(weights, lambda path: not frozen(path))
     hf.save(tmp_path / "model", folder, model, trained, "bfloat16")
@@ -550,7 +550,7 @@ def test_the_base_of_adapters(hf, models, folder, tmp_path, monkeypatch):
 def test_patterns_that_freeze_nothing_or_everything(example, models, folder, pattern, message):  # noqa: F811
     model = models.Llama(example("_llama.configuration").shape_of(LLAMA))
     with pytest.raises(ValueError, match=message):
-        example("_llama.selection").frozen_by(pattern, model)
+        example("_finetune.setup").frozen_by(pattern, model)
 
 
 def test_names_of_adapted_matrices():
