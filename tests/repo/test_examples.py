@@ -33,14 +33,6 @@ def run_script(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture
-def example(monkeypatch):
-    """Imports a module of examples/."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    with jax.numpy_rank_promotion("allow"):
-        yield importlib.import_module
-
-
 def test_trains_a_gpt_both_ways(tmp_path):
     """The curves agree, the bytes are those of the formats, and a picture and records are there."""
     records = tmp_path / "records.jsonl"

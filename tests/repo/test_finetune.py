@@ -21,20 +21,12 @@ from benchmarks.suites import finetune as suite
 from optax_lowmem import plan
 from tests.compilation import QUICK_FLAGS
 from tests.contract_cases import assert_same
-from tests.repo.test_examples import ROOT, example, run_script  # noqa: F401 (a fixture)
-from tests.repo.tiny_model import flags, log_of, losses, make_folder, weights_of
+from tests.repo.test_examples import ROOT, run_script
+from tests.repo.tiny_model import flags, log_of, losses, weights_of
 from tests.tolerances import F32_SUM_ORDER
 from tests.wrappers.test_eager_programs import programs
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(autouse=True)
-def finetune(example):  # noqa: F811
-    return example("finetune")
+pytestmark = pytest.mark.usefixtures("finetune")
 
 
 def test_killed_and_resumed(folder, tmp_path):

@@ -15,18 +15,10 @@ import numpy as np
 import optax
 import pytest
 
-from tests.repo.test_examples import ROOT, example  # noqa: F401 (a fixture)
-from tests.repo.tiny_model import flags, log_of, make_folder, weights_of
+from tests.repo.test_examples import ROOT
+from tests.repo.tiny_model import flags, log_of, weights_of
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(autouse=True)
-def finetune(example):  # noqa: F811
-    return example("finetune")
+pytestmark = pytest.mark.usefixtures("finetune")
 
 
 # ---- before training -----------------------------------------------------------------------------
@@ -265,7 +257,7 @@ def test_an_epoch_takes_each_row_once(finetune, folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["flash_adamw", "flash_muon", "optax.adamw"])
-def test_biases_and_norms_are_not_decayed(example, name):  # noqa: F811
+def test_biases_and_norms_are_not_decayed(example, name):
     config, optimizer = example("_llama.config"), example("_llama.optimizer")
     shape = config.Shape(2, 16, 32, 2, 1, 48, bias=True)
     settings = config.Settings(
@@ -297,7 +289,7 @@ def test_biases_and_norms_are_not_decayed(example, name):  # noqa: F811
     assert changed(True) == matrices | {"layers/q_proj/bias", "layers/input_norm/scale"}
 
 
-def test_stacked_biases_are_no_matrices_of_muon(example):  # noqa: F811
+def test_stacked_biases_are_no_matrices_of_muon(example):
     hidden = example("_llama.optimizer").hidden
     layer = {"q_proj": {"kernel": jnp.ones((2, 4, 4)), "bias": jnp.ones((2, 4))}}
     found = hidden({"layers": layer, "lm_head": {"kernel": jnp.ones((4, 4))}})

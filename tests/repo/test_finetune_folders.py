@@ -20,7 +20,6 @@ from safetensors.numpy import load_file, save_file
 from optax_lowmem import plan
 from tests import tolerances as tol
 from tests.repo.pages import ROOT
-from tests.repo.test_examples import example  # noqa: F401 (a fixture)
 
 TINY = ROOT / "tests/golden/huggingface"
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
@@ -28,17 +27,17 @@ LLAMA = json.loads((TINY / "llama/config.json").read_text())
 
 
 @pytest.fixture
-def hf(example):  # noqa: F811
+def hf(example):
     return example("_llama.huggingface")
 
 
 @pytest.fixture
-def configuration(example):  # noqa: F811
+def configuration(example):
     return example("_llama.configuration")
 
 
 @pytest.fixture
-def models(example):  # noqa: F811
+def models(example):
     return example("_llama.model")
 
 
@@ -398,7 +397,7 @@ def test_adapters_are_merged_in_f32(hf, models, folder, tmp_path, dtype):
     assert np.abs(wanted - before[name].astype(np.float64)).max() > 0.05
 
 
-def test_frozen_weights_keep_their_bits(hf, models, example, folder, tmp_path):  # noqa: F811
+def test_frozen_weights_keep_their_bits(hf, models, example, folder, tmp_path):
     before = in_dtype(folder, np.float32)
     model = models.Llama(hf.read_shape(folder), stacked=False)
     frozen = example("_finetune.setup").frozen_by("embed_tokens|layers/0/", model)
@@ -547,7 +546,7 @@ def test_the_base_of_adapters(hf, models, folder, tmp_path, monkeypatch):
         (".", "matches every parameter"),
     ],
 )
-def test_patterns_that_freeze_nothing_or_everything(example, models, folder, pattern, message):  # noqa: F811
+def test_patterns_that_freeze_nothing_or_everything(example, models, folder, pattern, message):
     model = models.Llama(example("_llama.configuration").shape_of(LLAMA))
     with pytest.raises(ValueError, match=message):
         example("_finetune.setup").frozen_by(pattern, model)
