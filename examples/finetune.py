@@ -138,12 +138,7 @@ def compile_step(setup: Setup, micro_batches: int) -> Any:
 def fit(setup: Setup, rows: int | None) -> tuple[int, Any]:
     """Return the number of micro-batches and the compiled step.
 
-    Args:
-      setup: of the run.
-      rows: of a micro-batch; None: the most that there is memory for.
-
-    Raises:
-      ValueError: if there is no memory for one row.
+    A micro-batch has so many rows; None: the most that there is memory for, or a ValueError.
     """
     args, batch = setup.args, setup.settings.batch
     numbers = [n for n in range(1, batch + 1) if batch % n == 0]

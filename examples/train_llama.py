@@ -177,14 +177,11 @@ class Result:
 
 
 def train_run(
-    run: train.Run,
-    program: train.Program,
-    batches: train.Batches,
-    settings: Settings,
-    args: argparse.Namespace,
+    run: train.Run, program: train.Program, batches: train.Batches, args: argparse.Namespace,
     console: Console,
-) -> None:
+) -> None:  # fmt: skip
     """Takes the steps, showing, logging and saving."""
+    settings = program.settings
     last = min(args.until or settings.steps, settings.steps)
     tokens = settings.batch * settings.sequence
 
@@ -226,7 +223,7 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
         run = checkpoints.start_or_restore(args.checkpoint, program, first)
         if first:
             say(f"resumed at step {first}")
-        train_run(run, program, batches, settings, args, console)
+        train_run(run, program, batches, args, console)
     except jax.errors.JaxRuntimeError as error:
         if not shared.is_out_of_memory(error):
             raise

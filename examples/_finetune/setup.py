@@ -22,24 +22,14 @@ from optax_lowmem import plan
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A model and its optimizer.
-
-    Attributes:
-      args: the command line.
-      settings: of the run.
-      schedule: of the learning rate.
-      model: the decoder, with its adapters.
-      tx: the optimizer.
-      is_frozen: path of a weight -> whether it is not trained.
-      is_bf16: whether all weights of the folder are bf16.
-    """
+    """A model, with its adapters, and its optimizer; `is_bf16`: as are the folder's weights."""
 
     args: argparse.Namespace
     settings: Settings
     schedule: optax.Schedule
     model: Llama
     tx: optax.GradientTransformation
-    is_frozen: Callable[[str], bool]
+    is_frozen: Callable[[str], bool]  # path of a weight -> whether it is not trained
     is_bf16: bool
 
     @property

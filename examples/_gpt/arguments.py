@@ -1,6 +1,7 @@
 """Command-line options, exit codes and the progress bar that the examples share."""
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
@@ -42,12 +43,19 @@ def out_of_memory_message(error: jax.errors.JaxRuntimeError, offload: str | bool
     return message
 
 
-def positive(text: str) -> int:
-    """An integer of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def number(limits: str, is_allowed: Callable[[Any], bool], kind: type = float) -> Callable:
+    """Return a type of argparse."""
+
+    def read(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if is_allowed(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {limits}, got {text!r}")
+
+    return read
+
+
+positive = number("at least 1", lambda x: x >= 1, int)
 
 
 def preset_values(presets: Mapping[str, Any], name: str) -> str:

@@ -201,8 +201,8 @@ class Texts:
                     part = ids[at : at + data.length + 1]
                     data.add((part, np.ones(len(part), bool)))
             case {"prompt": str(prompt), "completion": str(text)}:
-                ids, places = self._tokens(prompt + text, special=True)
-                data.add((ids, _inside(places, [(len(prompt), len(prompt + text) + 1)])))
+                answer = (len(prompt), len(prompt + text) + 1)
+                data.add(self._piece(prompt + text, answer, special=True))
             case _:
                 raise ValueError(FORMS)
 
@@ -257,18 +257,17 @@ class Texts:
         for before, turn in [([], first), *((first, turn) for turn in turns[1:])]:
             for text, (a, b) in self._answers(before, turn, given):
                 if not whole.startswith(text[skip:], at):
-                    yield [piece for piece in self._apart(chat, given) if piece[1].any()]
+                    apart = (self._piece(*answer) for answer in self._answers([], chat, given))
+                    yield [piece for piece in apart if piece[1].any()]
                     return
                 spans.append((at + a - skip, at + b - skip))
             at += len(text) - skip
             skip = skip or at
         yield [(ids, _inside(places, spans))]
 
-    def _apart(self, chat: Chat, given: dict[str, Any]) -> Iterator[Piece]:
-        """Yield a piece for each answer of a chat, in the context in which it is generated."""
-        for text, span in self._answers([], chat, given):
-            ids, places = self._tokens(text)
-            yield ids, _inside(places, [span])
+    def _piece(self, text: str, answer: tuple[int, int], special: bool = False) -> Piece:
+        ids, places = self._tokens(text, special)
+        return ids, _inside(places, [answer])
 
     def _answers(
         self, before: Chat, turn: Chat, given: dict[str, Any]

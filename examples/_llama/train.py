@@ -36,26 +36,17 @@ Step = Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]
 class Program:
     """Settings, optimizer and functions of a run; none of its arrays is on a device yet.
 
-    Attributes:
-      settings: the run, with what `auto` has become.
-      tx: the optimizer.
-      like: (parameters, state) as shapes with their shardings.
-      start: () -> (parameters, state) on their devices.
-      moved: (parameters, ordinary state) -> the state that the step takes.
-      step: (parameters, state, tokens) -> (parameters, state, loss); it takes its arguments' place.
-        Jitted, or of several programs, which `step.compile` compiles.
-      model: the decoder.
-      tokens: a batch, as a shape with its sharding.
+    `step` is jitted, or of several programs, which `step.compile` compiles.
     """
 
-    settings: Settings
+    settings: Settings  # with what `auto` has become
     tx: Any
-    like: tuple[Any, Any]
-    start: Callable[[], tuple[Any, Any]]
-    moved: Callable[[Any, Any], Any]
-    step: Callable[..., tuple[Any, Any, jax.Array]]
+    like: tuple[Any, Any]  # parameters and state, as shapes with their shardings
+    start: Callable[[], tuple[Any, Any]]  # makes these on their devices
+    moved: Callable[[Any, Any], Any]  # (parameters, ordinary state) -> the state of the step
+    step: Step  # takes its arguments' place
     model: Llama
-    tokens: jax.ShapeDtypeStruct
+    tokens: jax.ShapeDtypeStruct  # a batch, with its sharding
 
     @functools.cached_property
     def compiled(self) -> Any:
@@ -139,16 +130,16 @@ def make_program(settings: Settings) -> Program:
     def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    everywhere = NamedSharding(mesh, P())
+    if not settings.offload:
+        everywhere = NamedSharding(mesh, P())
+        step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, everywhere))
     return Program(
         settings,
         tx,
         jax.tree.map(placed, (params, state), places),
         start_offloaded if settings.offload else jax.jit(start, out_shardings=places),
         moved,
-        step
-        if settings.offload
-        else jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, everywhere)),
+        step,
         model,
         jax.ShapeDtypeStruct((settings.batch, settings.sequence + 1), jnp.int32, sharding=of_batch),
     )
@@ -244,20 +235,12 @@ def make_batches(settings: Settings, cache: Path) -> tuple[str, Batches]:
 
 @dataclass
 class Run:
-    """A run under way: its arrays, and what was measured.
-
-    Attributes:
-      params: on their devices; while `advance` is under way, a step ahead of the rest.
-      state: the optimizer's, likewise.
-      step: how many steps were taken, those before a resumption included.
-      losses: of the steps taken here.
-      seconds: each of these steps took.
-    """
+    """A run under way: its arrays, a step ahead of the rest in `advance`, and what was measured."""
 
     params: Any
     state: Any
-    step: int
-    losses: list[float]
+    step: int  # how many were taken, those before a resumption included
+    losses: list[float]  # of the steps taken here
     seconds: list[float]
 
     @property
@@ -277,15 +260,10 @@ def advance(
     until: int,
     pauses: Callable[[int], bool] = lambda step: False,
 ) -> Iterator[Run]:
-    """Train, yielding after each step, while the device is at the next one already.
+    """Train until a step, yielding after each, while the device is at the next one already.
 
-    Args:
-      run: moved on.
-      program: whose step is taken.
-      batches: step -> tokens.
-      until: the last step.
-      pauses: step -> whether the device waits after it, with the run's arrays as that step left
-        them; it does after the last step.
+    `pauses`: step -> whether the device waits after it, with the run's arrays as that step left
+    them; it does after the last step.
     """
 
     def placed(step: int) -> jax.Array:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("finetune")
         ("--clip nan", "--clip: must be at least 0, got 'nan'"),
         ("--temperature -1", "--temperature: must be at least 0, got '-1'"),
         ("--warmup 2", "--warmup: must be at least 0 and below 1, got '2'"),
-        ("--sequence 0", "--sequence: must be at least 1, got 0"),
+        ("--sequence 0", "--sequence: must be at least 1, got '0'"),
         ("--held-out 1", "--held-out: must be at least 0 and below 1, got '1'"),
         ("--lr 0", "--lr: must be above 0, got '0'"),
         ("--epochs inf", "--epochs: must be above 0, got 'inf'"),
