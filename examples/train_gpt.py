@@ -95,22 +95,18 @@ def train_seed(
 ) -> dict[str, Any]:
     """Trains with one seed and returns each run's numbers."""
     runs = {impl: train.Run(program, seed) for impl, program in programs.items()}
+
+    def losses(kind: str, digits: int) -> str:
+        last = {report.LABELS[impl]: getattr(run, kind)[-1] for impl, run in runs.items()}
+        return "   ".join(f"{label} {loss:.{digits}f}" for label, loss in last.items())
+
     with shared.progress_bar(f"seed {seed}", console=console) as progress:
         task = progress.add_task("", total=settings.steps, now="")
-        shown = 1
-        for done in train.train(runs, settings, tokens, seed):
-            losses = "  ".join(
-                f"{report.LABELS[i]} {r.train_loss[-1]:.3f}" for i, r in runs.items()
-            )
-            progress.update(task, completed=done, now=losses)
-            if len(next(iter(runs.values())).val_loss) > shown:
-                shown += 1
-                held = "   ".join(
-                    f"{report.LABELS[i]} {r.val_loss[-1]:.4f}" for i, r in runs.items()
-                )
-                progress.console.print(
-                    f"step {done:5d}   validation loss   {held}", highlight=False
-                )
+        for done, is_validated in train.train(runs, settings, tokens, seed):
+            progress.update(task, completed=done, now=losses("train_loss", 3))
+            if is_validated:
+                told = f"step {done:5d}   validation loss   {losses('val_loss', 4)}"
+                progress.console.print(told, highlight=False)
     return {impl: report.run_numbers(run, settings) for impl, run in runs.items()}
 
 

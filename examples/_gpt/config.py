@@ -84,14 +84,14 @@ class OptimizerPair:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _compressed(plain: Factory, **slots: str) -> Factory:
-    """Any optax optimizer with 8-bit slots and split master weights."""
+def _compressed(plain: Factory, arguments: Mapping[str, Any], **slots: str) -> OptimizerPair:
+    """Any optax optimizer, and the same with 8-bit slots and split master weights."""
 
-    def factory(learning_rate: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
+    def make(learning_rate: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
         inner = lowmem.compress_state(plain(learning_rate, **arguments), **slots)
         return lowmem.split_master_weights(inner)
 
-    return factory
+    return OptimizerPair(plain, make, arguments=arguments)
 
 
 _DECAYED = {"weight_decay": 0.1, "mask": lowmem.blocks.decay_mask}
@@ -113,18 +113,8 @@ def pair_of(record: Any) -> OptimizerPair:
 
 OPTIMIZERS: dict[str, OptimizerPair] = {
     **{record.short_name: pair_of(record) for record in lowmem.OPTIMIZERS.values()},
-    "nadamw": OptimizerPair(
-        optax.nadamw,
-        _compressed(optax.nadamw, mu="int8", nu="int8"),
-        1.0,
-        _ADAM | _DECAYED,
-    ),
-    "adan": OptimizerPair(
-        optax.adan,
-        _compressed(optax.adan, m="int8", v="int8", n="int8"),
-        1.0,
-        {"weight_decay": 0.02},
-    ),
+    "nadamw": _compressed(optax.nadamw, _ADAM | _DECAYED, mu="int8", nu="int8"),
+    "adan": _compressed(optax.adan, {"weight_decay": 0.02}, m="int8", v="int8", n="int8"),
 }
 
 

@@ -127,7 +127,15 @@ def load_corpus(data: Path | None = None, text: str = "standard-library") -> Cor
     A twentieth is held out: whole files, chosen by a hash of their relative names, so that the
     choice does not depend on the machine; of a single file, its end.
     """
-    source, texts = read_texts(data, text)
+    if data is None:
+        source, files = TEXTS[text]
+        named = files()
+    elif data.exists():
+        source, named = str(data), _files_under(data) if data.is_dir() else [(data.name, data)]
+    else:
+        raise SystemExit(f"--data {data}: no such file or folder")
+    contents = ((name, path.read_bytes()) for name, path in named)
+    texts = [(name, content) for name, content in contents if _is_text(content)]
     if not texts:
         raise SystemExit(
             f"{source}: no UTF-8 text found; pass --data with a file or folder of text"
@@ -141,21 +149,6 @@ def load_corpus(data: Path | None = None, text: str = "standard-library") -> Cor
         cut = len(whole) * (256 - _HELD_OUT_OF_256) // 256
         train, held_out = whole[:cut], whole[cut:]
     return Corpus(train, held_out, source, len(texts))
-
-
-def read_texts(data: Path | None, text: str) -> tuple[str, list[tuple[str, bytes]]]:
-    """Return what a record calls the text, and the names and contents of its files."""
-    if data is None:
-        source, files = TEXTS[text]
-        named = files()
-    elif data.is_dir():
-        named, source = _files_under(data), str(data)
-    elif data.is_file():
-        named, source = [(data.name, data)], str(data)
-    else:
-        raise SystemExit(f"--data {data}: no such file or folder")
-    contents = ((name, path.read_bytes()) for name, path in named)
-    return source, [(name, content) for name, content in contents if _is_text(content)]
 
 
 def byte_tokens(corpus: Corpus) -> Tokens:

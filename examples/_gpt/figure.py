@@ -62,7 +62,7 @@ def _message(result: dict[str, Any]) -> str:
     if len(runs) < 2:
         return f"{model}, {result['data']['source']}"
     share = runs[LOWMEM]["bytes_per_param"]["total"] / runs[F32]["bytes_per_param"]["total"]
-    over = 100 * (runs[LOWMEM]["val_loss"] / runs[F32]["val_loss"] - 1)
+    over = result["difference"]["percent"]
     return f"{share:.0%} of the bytes per parameter, loss {over:+.2f} %: {model}"
 
 

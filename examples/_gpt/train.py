@@ -185,8 +185,11 @@ def bytes_by_slot(tx: optax.GradientTransformation, params: Any) -> dict[str, in
 
 def train(
     runs: dict[str, Run], settings: Settings, tokens: data.Tokens, seed: int
-) -> Iterator[int]:
-    """Trains the runs on the same batches in the same order, yielding the steps done."""
+) -> Iterator[tuple[int, bool]]:
+    """Trains the runs on the same batches in the same order.
+
+    Yields the number of steps done, and whether the runs were validated after them.
+    """
     held_out = data.held_out_batches(
         tokens.held_out, settings.batch, settings.context, settings.held_out_batches
     )
@@ -203,7 +206,8 @@ def train(
         for run in runs.values():
             run.advance(batches)
         done = until
-        if done == settings.steps or done % every == 0:
+        is_validated = done == settings.steps or done % every == 0
+        if is_validated:
             for run in runs.values():
                 run.validate(done, held_out)
-        yield done
+        yield done, is_validated
