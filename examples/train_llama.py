@@ -114,8 +114,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--log", type=Path, metavar="FILE", help="append each step's loss (JSON lines)")
     add("--cache", type=Path, default=Path("demo_output"), metavar="DIR",
         help="of the tokenizer that is trained for a text (default: demo_output)")  # fmt: skip
-    add("--memory-profile", type=Path, metavar="FILE",
-        help="where to put a profile (pprof) of what lies on the device at the end")  # fmt: skip
     shared.add_common(add)
     args = parser.parse_args(arguments)
     if args.data and args.data.isdigit() and not Path(args.data).exists():
@@ -236,8 +234,6 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
     else:
         found |= train.measured(run, settings, program) | {"compile_s": compile_s}
         say(f"{memory}\n{report.summary(found)}")
-        if args.memory_profile:
-            jax.profiler.save_device_memory_profile(args.memory_profile)
     if args.record and "fits" in found:
         append = shared.records_of_examples().append_llama
         append(settings, program.settings, memory, found, args.record)

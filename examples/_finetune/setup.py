@@ -90,7 +90,7 @@ def make_setup(args: argparse.Namespace, shape: Shape, steps: int) -> Setup:
         is_frozen = of_stacks
     else:
         model = dataclasses.replace(model, stacked=False)
-    is_bf16 = huggingface.in_bf16(args.model)
+    is_bf16 = {t.dtype.name for t in huggingface.tensors_of(args.model).values()} == {"bfloat16"}
     return Setup(args, settings, schedule, model, tx, is_frozen, is_bf16)
 
 

@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich import progress as bars
 
 OUT_OF_MEMORY, INTERRUPTED = 3, 130  # exit codes
 
@@ -106,7 +100,8 @@ def records_of_examples() -> Any:
     return example_records
 
 
-def progress_bar(title: str, **more: Any) -> Progress:
+def progress_bar(title: str, **more: Any) -> bars.Progress:
     """Return a bar with a title, and after it the field `now` of its task."""
-    left, right = TextColumn(title), TextColumn("{task.fields[now]}")
-    return Progress(left, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), right, **more)
+    left, right = bars.TextColumn(title), bars.TextColumn("{task.fields[now]}")
+    columns = (bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn())
+    return bars.Progress(left, *columns, right, **more)

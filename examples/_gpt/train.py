@@ -156,15 +156,10 @@ def compile_program(impl: str, settings: Settings, vocab: int) -> Program:
     tokens = jax.ShapeDtypeStruct((settings.batch, settings.context + 1), np.int32)
     begin = time.perf_counter()
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, tokens).compile()
-    return Program(
-        start,
-        compiled,
-        jax.jit(loss),
-        time.perf_counter() - begin,
-        planned_bytes(compiled),
-        sum(p.size for p in jax.tree.leaves(params)),
-        bytes_by_slot(tx, params),
-    )
+    compile_s = time.perf_counter() - begin
+    sizes, parameters = bytes_by_slot(tx, params), sum(p.size for p in jax.tree.leaves(params))
+    peak_bytes = planned_bytes(compiled)
+    return Program(start, compiled, jax.jit(loss), compile_s, peak_bytes, parameters, sizes)
 
 
 def planned_bytes(compiled: jax.stages.Compiled) -> int:

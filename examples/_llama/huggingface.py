@@ -150,11 +150,6 @@ def _tensors(file: Path) -> Iterator[Tensor]:
         raise ValueError(f"{file} is no safetensors file ({error}); {looks_like(file)}") from None
 
 
-def in_bf16(folder: Path) -> bool:
-    """Return whether all weights of a folder are stored in bf16."""
-    return all(tensor.dtype == ml_dtypes.bfloat16 for tensor in tensors_of(folder).values())
-
-
 def read_shape(folder: Path, say: Callable[[str], Any] = warnings.warn) -> Shape:
     """Return the shape of a folder's model, and `say` if its head differs from a tied embedding."""
     shape, tensors = shape_of(read_config(folder), folder / CONFIG), tensors_of(folder)
@@ -187,11 +182,11 @@ def _of_stack(name: str) -> str:
 def load(
     folder: Path, model: Llama, dtype: Callable[[str], Any] | None = None, shardings: Any = None
 ) -> dict[str, Any]:
-    """Return the weights of a folder.
+    """Return the weights of a folder; adapters are not in the folder, nor in the result.
 
     Args:
       folder: with `config.json` and safetensors.
-      model: of the folder's shape; adapters are not in the folder, nor in the result.
+      model: of the folder's shape.
       dtype: of the weight at each path; None: the file's.
       shardings: of the result; None: the default device.
 
@@ -246,12 +241,9 @@ def _check(folder: Path, model: Llama, like: Any, tensors: Mapping[str, Tensor])
         ],
     }
     if any(unlike.values()):
-        lists = "; ".join(f"{len(n)} {what}: {_some(n)}" for what, n in unlike.items() if n)
+        some = {what: [*n[:8], "..."] if len(n) > 8 else n for what, n in unlike.items()}
+        lists = "; ".join(f"{len(n)} {w}: {', '.join(some[w])}" for w, n in unlike.items() if n)
         raise ValueError(f"the tensors of {folder} do not fit its {CONFIG}: {lists}")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 # ---- writing -------------------------------------------------------------------------------------

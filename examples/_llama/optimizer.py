@@ -64,11 +64,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Return the optimizer, inside the noise and after clipping, where the run has them.
 
-    Args:
-      settings: of the run.
-      schedule: of the learning rate; None: a cosine.
-      weight_decay: None: that of training from scratch.
-      decay_all: whether biases and norms are decayed too.
+    By default the schedule is a cosine, and the weight decay that of training from scratch.
     """
     schedule = schedule or warmup_cosine(settings.learning_rate, settings.steps)
     plain = settings.optimizer == PLAIN

@@ -118,12 +118,7 @@ class Data:
 class Texts:
     """The tokenizer of a Hugging Face folder, with its chat templates.
 
-    Args:
-      folder: of the model.
-      vocab_size: rows of its embedding; tokens beyond are refused.
-
-    Raises:
-      ValueError: if transformers cannot load the tokenizer.
+    Tokens beyond the `vocab_size` rows of the model's embedding are refused.
     """
 
     def __init__(self, folder: Path, vocab_size: int):
