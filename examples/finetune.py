@@ -99,7 +99,8 @@ def _released(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
 
     def step(trained: Any, frozen: Any, state: Any, batch: Packed) -> tuple[Any, ...]:
         del frozen
-        return *take_step(trained, state, batch), jnp.float32(jnp.nan)
+        loss, trained, state = take_step(trained, state, batch)
+        return trained, state, loss, jnp.float32(jnp.nan)
 
     if settings.offload:
         step.compile = take_step.compile
@@ -131,7 +132,8 @@ def compile_step(setup: Setup, micro_batches: int) -> Any:
         return jax.jit(step, donate_argnums=(0, 2)).lower(*like, setup.batch).compile()
     here = SingleDeviceSharding(jax.local_devices()[0])
     trained = jax.tree.map(lambda w: w.update(sharding=here), like[0])
-    step.compile(trained, offloaded(setup.model, setup.tx, settings)(trained, None), setup.batch)
+    state = offloaded(setup.model, setup.tx, settings, trained, None)
+    step.compile(trained, state, setup.batch)
     return step
 
 
@@ -313,7 +315,7 @@ def prepare(args: argparse.Namespace) -> Run:
         trained, state = checkpoint.restore(folder, setup.tx, like, step=first, shardings=places)
     else:
         output.write_run(args, args.batch // micro_batches)
-    state = offloaded(setup.model, setup.tx, setup.settings)(trained, state)
+    state = offloaded(setup.model, setup.tx, setup.settings, trained, state)
     report = lowmem.memory.report(setup.tx, trained)
     say(
         f"{args.model.name}: {report.parameters / 1e6:,.1f}M trained parameters, {args.optimizer}, "

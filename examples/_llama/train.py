@@ -29,7 +29,8 @@ from .optimizer import make_optimizer, weights_dtype
 
 _TOKENS_AT_ONCE = 65_536  # whose inputs of all layers are in host memory
 Batches = Callable[[int], np.ndarray]
-Step = Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]
+# (parameters, state, tokens) -> (loss, parameters, state)
+Step = Callable[[Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def make_program(settings: Settings) -> Program:
     settings = choose.resolved(settings, fixed_bytes, kept_bytes, codes_bytes)
     model = dataclasses.replace(model, remat=settings.remat)
     step = (released if settings.release else _ordinary)(model, tx, settings, where)
-    moved = offloaded(model, tx, settings)
+    moved = functools.partial(offloaded, model, tx, settings)
 
     def start_offloaded() -> tuple[Any, Any]:
         weights = jax.jit(lambda: start()[0], out_shardings=places[0])()
@@ -132,7 +133,7 @@ def make_program(settings: Settings) -> Program:
 
     if not settings.offload:
         everywhere = NamedSharding(mesh, P())
-        step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, everywhere))
+        step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(everywhere, *places))
     return Program(
         settings,
         tx,
@@ -163,11 +164,10 @@ def _ordinary(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) 
     prepare = model.quantized_weights if settings.quantize_once else None
     value_and_grad = lowmem.value_and_grad(model, settings.accumulate, prepare)
 
-    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[jax.Array, Any, Any]:
         # the tokens, which no two steps have alike, make the rounding of each its own
         loss, grads = value_and_grad(params, tokens, tokens.sum())
-        params, state = take_step(tx, grads, state, params, **where)
-        return params, state, loss
+        return loss, *take_step(tx, grads, state, params, **where)
 
     return step
 
@@ -177,16 +177,11 @@ def layered(model: Llama) -> release.Layered:
     return release.Layered(model.first, {LAYERS: model.layer}, model.last)
 
 
-def offloaded(model: Llama, tx: Any, settings: Settings) -> Callable[[Any, Any], Any]:
-    """(parameters, ordinary state or None for a new one) -> the state that the step takes."""
+def offloaded(model: Llama, tx: Any, settings: Settings, params: Any, state: Any) -> Any:
+    """Return the state that the step takes, from an ordinary one, or None for a new one."""
     if not settings.offload:
-        return lambda params, state: state
-
-    def moved(params: Any, state: Any) -> Any:
-        kind = settings.offload
-        return release.offload(tx, layered(model), params, state, memory_kind=kind)
-
-    return moved
+        return state
+    return release.offload(tx, layered(model), params, state, memory_kind=settings.offload)
 
 
 def released(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
@@ -196,17 +191,7 @@ def released(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -
         at_once = max(1, _TOKENS_AT_ONCE // (settings.rows * settings.sequence))
         where = {"offload": True, "micro_batches": settings.accumulate, "at_once": at_once}
     # as in the same model with unrolled layers, which is how RMS_t of a tensor is meant
-    take_step = release.train_step(
-        tx, layered(model), per_layer=True, implementation=chosen, **where
-    )
-
-    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, params, state = take_step(params, state, tokens)
-        return params, state, loss
-
-    if settings.offload:
-        step.compile = take_step.compile
-    return step
+    return release.train_step(tx, layered(model), per_layer=True, implementation=chosen, **where)
 
 
 def make_batches(settings: Settings, cache: Path) -> tuple[str, Batches]:
@@ -222,10 +207,8 @@ def make_batches(settings: Settings, cache: Path) -> tuple[str, Batches]:
         return "random tokens", random
     own = None if settings.text in data.TEXTS else Path(settings.text)
     corpus = data.load_corpus(own, settings.text)
-    if shape.vocab == 256:
-        tokens = data.byte_tokens(corpus)
-    else:
-        tokens = data.bpe_tokens(corpus, shape.vocab, cache)
+    by_byte = shape.vocab == 256
+    tokens = data.byte_tokens(corpus) if by_byte else data.bpe_tokens(corpus, shape.vocab, cache)
     if len(tokens.train) <= settings.sequence:
         raise SystemExit(f"{corpus.source}: too little text for --sequence {settings.sequence}")
     return corpus.source, lambda step: data.sample_batch(
@@ -272,7 +255,7 @@ def advance(
     given, under_way = run.step, deque[jax.Array]()
     begin, tokens = time.perf_counter(), placed(given)
     while given < until:
-        run.params, run.state, loss = program.compiled(run.params, run.state, tokens)
+        loss, run.params, run.state = program.compiled(run.params, run.state, tokens)
         under_way.append(loss)
         given += 1
         if given < until:
