@@ -22,17 +22,11 @@ LAYERS = "layers"  # the parameters of layers: with the layers on axis 0, or a l
 
 
 class Packed(NamedTuple):
-    """A batch of several texts per row, which do not see each other.
+    """A batch of several texts per row, which do not see each other."""
 
-    Attributes:
-      tokens: [batch, length + 1].
-      segments: [batch, length + 1], the number of each token's text.
-      weights: [batch, length], of the loss of tokens 1, 2, ...: the loss is the weighted sum.
-    """
-
-    tokens: jax.Array
-    segments: jax.Array
-    weights: jax.Array
+    tokens: jax.Array  # [batch, length + 1]
+    segments: jax.Array  # [batch, length + 1], the number of each token's text
+    weights: jax.Array  # [batch, length], of the loss of tokens 1, 2, ..., which is their sum
 
 
 def _scaled(frequency: jax.Array, scaling: RopeScaling | None) -> jax.Array:
@@ -287,36 +281,25 @@ def joined(one: Any, other: Any) -> Any:
 class Llama:
     """The model as functions of its parameters, in stages: what is first, a layer, what is last.
 
-    The parameters are a dict: those of `Ends`, and at "layers" those of `Block`.
-
-    Attributes:
-      shape: its size.
-      compute: the dtype of matrix products; norms, the softmax and the loss are f32.
-      attention: `xla` or `cudnn`.
-      remat: `none`; `dots`: the backward pass computes each layer anew but for its products and
-        its attention; `full`: from its input.
-      constrain: applied to what goes from layer to layer, to say where it lies on a mesh.
-      dot_general: of the matrices of layers; None: JAX's.
-      activations: `lean`: the backward pass is given the inputs of norms and activation functions
-        alone, and products' results; `fp8`: codes of them in 8 bits.
-      lora: adapters of the layers' matrices.
-      stacked: whether the parameters of all layers are one tree, with the layers on axis 0, which a
-        scan goes along; else they are a list of trees.
-      unroll: layers in a step of the scan; the arrays of a step are not copied to and from stacks.
-      loss: `layers.linear_cross_entropy`, which a mesh makes know where its arguments lie.
+    The parameters are a dict: those of `Ends`, and at "layers" those of `Block`: one tree with the
+    layers on axis 0, which a scan goes along, or if they are not `stacked`, a list of trees.
     """
 
     shape: Shape
-    compute: str = "bfloat16"
-    attention: str = XLA
+    compute: str = "bfloat16"  # dtype of matrix products; norms, the softmax and the loss are f32
+    attention: str = XLA  # or CUDNN
+    # what the backward pass computes anew: NONE; DOTS: each layer but for its products and its
+    # attention; FULL: each layer from its input
     remat: str = NONE
-    constrain: Constraint = lambda x: x
-    dot_general: Any = None
+    constrain: Constraint = lambda x: x  # the sharding, on a mesh, of inputs of layers
+    dot_general: Any = None  # of the matrices of layers; None: JAX's
+    # LEAN: the backward pass is given the inputs of norms and activation functions alone, and
+    # products' results; FP8: codes of them in 8 bits
     activations: str = STANDARD
-    lora: Lora | None = None
+    lora: Lora | None = None  # adapters of the layers' matrices
     stacked: bool = True
-    unroll: int = 1
-    loss: Callable[..., jax.Array] = layers.linear_cross_entropy
+    unroll: int = 1  # layers in a step of the scan; its arrays are not copied to and from stacks
+    loss: Callable[..., jax.Array] = layers.linear_cross_entropy  # on a mesh, given its specs
 
     def _block(self, key: jax.Array) -> Block:
         rngs = nnx.Rngs(key)

@@ -35,17 +35,11 @@ _TAGGED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # for transformers' m
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of several texts, which do not see each other.
-
-    Attributes:
-      tokens: [rows, length + 1].
-      segments: [rows, length + 1], the number of each token's text; 0: padding.
-      answers: [rows, length + 1], whether the loss is taken on the token.
-    """
+    """Rows of several texts, which do not see each other; each array is [rows, length + 1]."""
 
     tokens: np.ndarray
-    segments: np.ndarray
-    answers: np.ndarray
+    segments: np.ndarray  # the number of each token's text; 0: padding
+    answers: np.ndarray  # whether the loss is taken on the token
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -62,18 +56,13 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The texts of a file; `str` of it is the summary to print before training.
+    """The texts of a file; `str` of it is the summary to print before training."""
 
-    Attributes:
-      name: of the file.
-      length: predicted tokens of a row.
-      texts: their pieces, of at most length + 1 tokens. Pieces of different texts do not overlap.
-      counts: "cut: ...", "dropped: ..." or "note: ..." -> number of texts.
-    """
-
-    name: str
-    length: int
+    name: str  # of the file
+    length: int  # predicted tokens of a row
+    # their pieces, of at most length + 1 tokens; pieces of different texts do not overlap
     texts: list[list[Piece]] = dataclasses.field(default_factory=list)
+    # "cut: ...", "dropped: ..." or "note: ..." -> number of texts
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @functools.cached_property
