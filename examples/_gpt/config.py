@@ -51,13 +51,13 @@ PRESETS: dict[str, Preset] = {
 
 
 def hidden(params: Any) -> Any:
-    """Muon's matrices: all but embeddings, which also are the output head."""
+    """Muon's matrices: all but embeddings and output heads, and in stacks those of each layer."""
 
-    def axes(path: Any, p: Any) -> Any:
-        embeds = "embed" in jax.tree_util.keystr(path)
-        return optax.contrib.MuonDimensionNumbers() if p.ndim == 2 and not embeds else None
+    def axes(path: Any, is_matrix: bool) -> Any:
+        at_ends = any(name in jax.tree_util.keystr(path) for name in ("embed", "lm_head"))
+        return optax.contrib.MuonDimensionNumbers(-2, -1) if is_matrix and not at_ends else None
 
-    return jax.tree_util.tree_map_with_path(axes, params)
+    return jax.tree_util.tree_map_with_path(axes, lowmem.blocks.decay_mask(params))
 
 
 def warmup_cosine(peak: float, steps: int) -> optax.Schedule:

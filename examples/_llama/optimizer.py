@@ -4,33 +4,21 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
-from _gpt.config import warmup_cosine
+from _gpt.config import hidden, warmup_cosine
 
 import optax_lowmem as lowmem
 from optax_lowmem.gaussws.parts import chooser
 
 from .config import PLAIN, SPLIT, Settings
-from .model import LAYERS, is_norm, leaf_path
+from .model import is_norm
 
 NAMES = (*lowmem.OPTIMIZERS, PLAIN, SPLIT)
 # AdamW's peak times this
 RATE_FACTORS = {name: record.rate_factor for name, record in lowmem.OPTIMIZERS.items()}
 _DECAY = 0.1
 _DECAYS = {"flash_lion": 0.3, "flash_sgd": 1e-4}
-
-
-def hidden(params: Any) -> Any:
-    """Return Muon's dimensions of the matrices of layers; None for all other parameters."""
-
-    def axes(keys: Any, _: Any) -> Any:
-        path = leaf_path(keys)
-        is_matrix = path.startswith(LAYERS) and path.endswith(("kernel", "lora_a", "lora_b"))
-        return optax.contrib.MuonDimensionNumbers(-2, -1) if is_matrix else None
-
-    return jax.tree_util.tree_map_with_path(axes, params)
 
 
 def _arguments(settings: Settings, weight_decay: float | None, decay_all: bool) -> dict[str, Any]:

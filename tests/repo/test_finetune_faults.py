@@ -290,7 +290,7 @@ def test_biases_and_norms_are_not_decayed(example, name):
 
 
 def test_stacked_biases_are_no_matrices_of_muon(example):
-    hidden = example("_llama.optimizer").hidden
+    hidden = example("_gpt.config").hidden
     layer = {"q_proj": {"kernel": jnp.ones((2, 4, 4)), "bias": jnp.ones((2, 4))}}
     found = hidden({"layers": layer, "lm_head": {"kernel": jnp.ones((4, 4))}})
     assert found["layers"]["q_proj"]["bias"] is None and found["lm_head"]["kernel"] is None
