@@ -230,19 +230,21 @@ def _check(folder: Path, model: Llama, like: Any, tensors: Mapping[str, Tensor])
     wanted = {part.name: part.shape for part in parts(like)}
     known = {"lm_head.weight"} if model.shape.tied else set()  # some files repeat the embedding
     extra = [n for n in tensors if n not in wanted and n not in known and "inv_freq" not in n]
-    shapes = {n: tensors[n].shape for n in wanted if n in tensors}
     unlike = {
         "missing": [name for name in wanted if name not in tensors],
         "unexpected": extra,
         "of another shape": [
-            f"{name} {list(shape)}, not {list(wanted[name])}"
-            for name, shape in shapes.items()
-            if shape != wanted[name]
+            f"{name} {list(tensors[name].shape)}, not {list(shape)}"
+            for name, shape in wanted.items()
+            if name in tensors and tensors[name].shape != shape
         ],
     }
+
+    def some(names: list[str]) -> str:
+        return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
     if any(unlike.values()):
-        some = {what: [*n[:8], "..."] if len(n) > 8 else n for what, n in unlike.items()}
-        lists = "; ".join(f"{len(n)} {w}: {', '.join(some[w])}" for w, n in unlike.items() if n)
+        lists = "; ".join(f"{len(n)} {what}: {some(n)}" for what, n in unlike.items() if n)
         raise ValueError(f"the tensors of {folder} do not fit its {CONFIG}: {lists}")
 
 
