@@ -102,7 +102,7 @@ def paths_of(model: Llama) -> list[str]:
 
 
 def frozen_by(pattern: str, model: Llama) -> Callable[[str], bool]:
-    """Return whether the pattern is in a path, such as `layers/0/mlp/up_proj/kernel`.
+    """Return a function of a path, such as `layers/0/mlp/up_proj/kernel`: is the pattern in it?
 
     Raises:
       ValueError: if the pattern is none, or matches no parameter of the model, or all of them.
