@@ -99,7 +99,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--activations", choices=(AUTO, STANDARD, config.LEAN, config.FP8), default=AUTO,
         help="lean: the backward pass is given the inputs of norms and activation functions alone, "
         "and no bit of the forward pass is another; fp8: 8-bit codes of them, and layers multiply "
-        "in config.FP8 but where --linear says otherwise; auto, the default: lean on a GPU or TPU, "
+        "in FP8 but where --linear says otherwise; auto, the default: lean on a GPU or TPU, "
         "standard on a CPU")  # fmt: skip
     add("--head", choices=config.HEADS, default=STANDARD,
         help="products of the output head: fp8, all three; fp8-gradients, but for the logits, so "
