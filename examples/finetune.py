@@ -95,7 +95,7 @@ def make_step(
 
 def _released(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
     """Return the step that updates each layer in the backward pass; its norm is NaN."""
-    take_step = released(model, tx, settings, {})
+    take_step = released(model, tx, settings)
 
     def step(trained: Any, frozen: Any, state: Any, batch: Packed) -> tuple[Any, ...]:
         del frozen

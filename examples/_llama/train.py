@@ -121,7 +121,7 @@ def make_program(settings: Settings) -> Program:
     codes_bytes = _codes_bytes(model, params, places[0]) if once else 0
     settings = choose.resolved(settings, fixed_bytes, kept_bytes, codes_bytes)
     model = dataclasses.replace(model, remat=settings.remat)
-    step = (released if settings.release else _ordinary)(model, tx, settings, where)
+    step = (released if settings.release else _ordinary)(model, tx, settings, **where)
     moved = functools.partial(offloaded, model, tx, settings)
 
     def start_offloaded() -> tuple[Any, Any]:
@@ -156,7 +156,7 @@ def _codes_bytes(model: Llama, params: Any, of_params: Any) -> int:
     return round(share * size(jax.eval_shape(model.quantized_weights, params)))
 
 
-def _ordinary(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
+def _ordinary(model: Llama, tx: Any, settings: Settings, **where: Any) -> Step:
     """All gradients, then the optimizer's step."""
     # through `apply_updates` weights with noise would be rounded once more
     impl = F32 if settings.optimizer == PLAIN and not settings.noise else LOWMEM
@@ -184,7 +184,7 @@ def offloaded(model: Llama, tx: Any, settings: Settings, params: Any, state: Any
     return release.offload(tx, layered(model), params, state, memory_kind=settings.offload)
 
 
-def released(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
+def released(model: Llama, tx: Any, settings: Settings, **where: Any) -> Step:
     """Each layer's gradient, then its step, before the gradient of the layer below is taken."""
     chosen = None if settings.implementation == "auto" else settings.implementation
     if settings.offload:
