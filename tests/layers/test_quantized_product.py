@@ -186,7 +186,7 @@ def test_where_the_kernel_does_not_run(on_a_gpu, monkeypatch):
     monkeypatch.setattr(platform, "has_mosaic_gpu", lambda: False)
     assert "Mosaic GPU of JAX 0.11.2" in reason()
     assert kernels_in(lower_for_cuda(product, a, b)) == []
-    monkeypatch.setattr(platform, "no_device_reason", lambda: "there is no GPU")
+    monkeypatch.setattr(platform, "no_gpu_reason", lambda: "there is no GPU")
     assert reason() == "there is no GPU"
 
 

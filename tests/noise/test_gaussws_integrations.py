@@ -139,7 +139,7 @@ def test_told_where_it_lies(spec, monkeypatch):
 
 def test_kernels_on_a_mesh(monkeypatch):
     """With a mesh of eight GPUs and partition specs, each device runs both kernels."""
-    monkeypatch.setattr(platform, "no_device_reason", lambda: None)
+    monkeypatch.setattr(platform, "no_gpu_reason", lambda: None)
     tx = noisy(optax.sgd(1e-2))
     mesh = gpu_mesh(a=8)
     begin = functools.partial(lowmem.init, tx, dtype=BF16, allow_rounding=True)

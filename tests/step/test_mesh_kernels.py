@@ -61,7 +61,7 @@ def drawn(seed, dtype, scale):
 def gpus(monkeypatch):
     """Eight devices that take kernels, which run as plain JAX."""
     launch = gpu_step.launch
-    monkeypatch.setattr(platform, "no_device_reason", lambda: None)
+    monkeypatch.setattr(platform, "no_gpu_reason", lambda: None)
     as_jax = lambda *args, backend: launch(*args, backend="interpret")  # noqa: E731
     monkeypatch.setattr(gpu_step, "launch", as_jax)
 
@@ -244,7 +244,7 @@ def test_lowers_for_gpus():
     the_mesh, tx = gpu_mesh(a=8), made("flash_adamw")
     params = {"w": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(platform, "no_device_reason", lambda: None)
+        patch.setattr(platform, "no_gpu_reason", lambda: None)
         step = functools.partial(lowmem.step, tx, mesh=the_mesh, specs={"w": P("a")})
         text = lower_for_cuda(step, params, jax.eval_shape(tx.init, params), params, mesh=the_mesh)
     assert kernels_in(text) == ["fused_update"]

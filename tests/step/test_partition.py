@@ -356,7 +356,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.optim.step import gpu
 
-platform.no_device_reason = lambda: None
+platform.no_gpu_reason = lambda: None
 launch = gpu.launch
 gpu.launch = lambda *args, backend: launch(*args, backend="interpret")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

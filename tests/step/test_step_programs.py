@@ -53,7 +53,7 @@ from tests.tiers import rows
 @pytest.fixture
 def without_pallas(monkeypatch):
     """A GPU's JAX that does not lower Pallas through Triton."""
-    monkeypatch.setattr(platform, "no_device_reason", lambda: None)
+    monkeypatch.setattr(platform, "no_gpu_reason", lambda: None)
     monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
     monkeypatch.setattr(platform, "has_jax_triton", lambda: True)
 

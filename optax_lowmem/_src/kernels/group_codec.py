@@ -91,7 +91,7 @@ def _choose(codec: GroupCodec, x: Any, group_size: int, implementation: str | No
         raise ValueError(f"implementation must be {names} or None, got {implementation!r}")
     if implementation == "xla":
         return implementation
-    reason = platform.no_device_reason() or platform.explicit_axes_reason(x)
+    reason = platform.no_gpu_reason() or platform.explicit_axes_reason(x)
     reason = reason or _array_reason(x, group_size, codec, implementation)
     if reason is not None:
         raise ValueError(

@@ -80,7 +80,7 @@ def choose(
     """
     if platform.may_be_tpu():
         return Choice(False, _ON_A_TPU)
-    elsewhere = platform.no_device_reason() or platform.not_hopper_reason()
+    elsewhere = platform.no_gpu_reason() or platform.not_hopper_reason()
     if elsewhere is not None:
         return Choice(True, f"in 8 bits: the estimates are for Hopper GPUs ({elsewhere})")
     if settings.variant.weight_gradient is not None:

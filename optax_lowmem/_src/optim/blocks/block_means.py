@@ -222,7 +222,7 @@ def _no_kernel_reason(x: jax.Array, implementation: str | None) -> str | None:
     """Return the reason why GPU kernels process no array here, or None."""
     if implementation == "xla":  # the other names are of kernels of the step
         return "implementation='xla' was requested"
-    reason = platform.no_device_reason() if implementation else platform.no_kernel_reason(x)
+    reason = platform.no_gpu_reason() if implementation else platform.no_kernel_reason(x)
     return reason or platform.no_backend_reason(_backend_of(implementation))
 
 

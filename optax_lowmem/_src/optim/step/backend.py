@@ -59,7 +59,7 @@ def choose(
     if tpu:
         reason = _unsupported(_TPU, rule, plan)
         return "xla", _UNTRIED if reason is None else f"{_TPU}: {reason}"
-    if platform.no_device_reason() is not None:
+    if not platform.has_gpu():
         return "xla", platform.not_tpu_reason(g)
     reason_against = platform.explicit_axes_reason(g)
     if reason_against is not None:
@@ -80,7 +80,7 @@ def choose(
 def _requested(
     rule: UpdateRule, plan: LeafPlan, kernel: str, g: jax.Array | None
 ) -> tuple[str, str]:
-    elsewhere = platform.no_device_reason()
+    elsewhere = platform.no_gpu_reason()
     if kernel == _TPU:
         elsewhere = None if platform.may_be_tpu(g) else platform.not_tpu_reason(g)
     reason = elsewhere or platform.explicit_axes_reason(g) or _unsupported(kernel, rule, plan)
@@ -131,9 +131,8 @@ def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
     """Return the shardings of the parameters whose shards a kernel can step, by index."""
     if batch.implementation == "xla":
         return {}
-    on_gpu = platform.no_device_reason() is None
     asks_tpu = batch.implementation == _TPU
-    if not on_gpu and not asks_tpu:
+    if not platform.has_gpu() and not asks_tpu:
         return {}
     rows = zip(batch.plans, batch.states, batch.gradients, strict=True)
     places = {i: on_mesh.place_of(*row) for i, row in enumerate(rows)}

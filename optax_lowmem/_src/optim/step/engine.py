@@ -5,7 +5,7 @@ A step plans the leaves, unpacks the state, steps the leaves and packs the new s
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -181,20 +181,26 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         for plan, g in zip(batch.plans, batch.gradients, strict=True)
     ]
     batch = dataclasses.replace(batch, plans=tuple(plans))
-    if (
-        len(plans) > FEW
-        and platform.no_device_reason() is not None
-        and batch.implementation in (None, "xla")
-        and is_eager(jax.tree.leaves(batch))
-    ):
-        # compile once for all parameters of one shape
-        single = [(rule, one) for one in _one_by_one(batch)]
-        columns = zip(*each(_step_leaves, single), strict=True)
-        updates, states, blockwise = ([x for (x,) in column] for column in columns)
-        return updates, states, blockwise
-    # on a mesh the shardings are in the context, which is not part of the key of `compiled`
-    run = _step_leaves if step_arguments.current().placements else compiled(_step_leaves)
-    return run(rule, batch)
+    if _has_a_program_per_shape(batch):
+        return _joined(each(_step_leaves, [(rule, one) for one in _one_by_one(batch)]))
+    if step_arguments.current().placements:  # in the context, which is no argument of a program
+        return _step_leaves(rule, batch)
+    return compiled(_step_leaves)(rule, batch)
+
+
+def _has_a_program_per_shape(batch: LeafBatch) -> bool:
+    """Return whether to compile an eager step once per shape instead of once for all parameters.
+
+    XLA's time to compile grows with the number of parameters. A GPU steps many in one launch.
+    """
+    by_xla = batch.implementation in (None, "xla") and not platform.has_gpu()
+    return len(batch.plans) > FEW and by_xla and is_eager(jax.tree.leaves(batch))
+
+
+def _joined(stepped: Sequence[Stepped]) -> Stepped:
+    """Join the results of batches of one parameter each."""
+    updates, states, blockwise = ([x for (x,) in column] for column in zip(*stepped, strict=True))
+    return updates, states, blockwise
 
 
 def _one_by_one(batch: LeafBatch) -> list[LeafBatch]:
@@ -226,8 +232,7 @@ def _step_streamed(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         slots = host.put_back(slots, [before.states, before.blockwise])
         running.add((updates, slots))
         stepped.append((updates, *slots))
-    updates, states, blockwise = ([x for (x,) in column] for column in zip(*stepped, strict=True))
-    return updates, states, blockwise
+    return _joined(stepped)
 
 
 def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
