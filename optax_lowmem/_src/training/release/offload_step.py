@@ -15,6 +15,7 @@ and layers follow when both have left: together they need more memory than a lay
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,109 +39,127 @@ from optax_lowmem._src.training.release.update import Plans, Update, squares_of,
 
 
 class Programs:
-    """The compiled stages of a step, for some shapes."""
+    """The compiled stages of a step, for some shapes.
+
+    Attributes:
+      plans: of each parameter, whole and per layer.
+      schedule: when the gradients of each parameter of the rest are complete.
+      input_bytes: of a layer's input for one micro-batch.
+      has_room: whether there is host memory for inputs and gradients.
+    """
 
     def __init__(self, step: "Offloaded", params: optax.Params, state: Any, batch: object):
-        model, engine = step.model, step.optimizer.engine
-        paths, wide = tuple(model.layers), step.micro_batches > 1
-        plans = self.plans = Plans.make(
-            engine, model.take_apart(params), params, state, step.per_layer
-        )
-        engine.unpack(state, plans.whole, params)  # checks the state
-        parts = plans.parts
-        self.has_room = False  # host memory, for inputs and gradients
-        self.schedule = stages.Schedule.make(model, parts, batch)
-        x = jax.eval_shape(model.first, parts.rest(), batch)
-        self.input_bytes = trees.nbytes(x)
-        reading = self.schedule.reading
-
-        def of(rest: list[jax.Array]) -> Parts:
-            return dataclasses.replace(parts, leaves=rest)
-
-        def of_layer(path: str, weights: list[jax.Array]) -> Any:
-            treedef: Any = jax.tree.structure(parts.stacks[path].tree)
-            return treedef.unflatten([w[0] for w in weights])
-
-        def added(total: Any, more: Any) -> Any:
-            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, more)
-
-        def mean(total: Any, more: Any) -> Any:
-            if not wide:
-                return more
-            share = jax.tree.map(lambda g: g / step.micro_batches, trees.widened(more))
-            return share if total is None else added(total, share)
-
-        def first(rest: list[jax.Array], batch: object) -> Any:
-            return model.first(of(rest).rest(), batch)
-
-        def forward(path: str, weights: Any, rest: list[jax.Array], x: Any, batch: object) -> Any:
-            return model.layers[path](of_layer(path, weights), of(rest).rest(), x, batch)
-
-        def last(rest: list[jax.Array], x: Any, batch: object, total: Any) -> Any:
-            loss, gradients, dx = stages.last(model, of(rest), x, batch, reading[-1])
-            return loss[0] if wide and model.has_aux else loss, mean(total, gradients), dx
-
-        def back(
-            path: str, weights: Any, rest: Any, x: Any, dx: Any, batch: object, total: Any
-        ) -> Any:
-            layer, positions = of_layer(path, weights), reading[1 + paths.index(path)]
-            *gradients, dx = stages.pull_layer(
-                model.layers[path], of(rest), layer, positions, x, dx, batch
-            )
-            return mean(total, gradients), dx
-
-        def back_first(rest: list[jax.Array], dx: Any, batch: object, total: Any) -> Any:
-            _, pull = stages.first(model, of(rest), batch, reading[0])
-            return mean(total, pull(dx)[0])
-
-        def update_layer(
-            path: str, stack: Any, weights: Any, rows: list[Row], gradients: Any, layer: jax.Array,
-            *of_step: Any,
-        ) -> Any:  # fmt: skip
-            leaves = [plans.of_layers[i] for i in parts.stacks[path].indices]
-            weights, rows = updated(
-                leaves, weights, rows, gradients,
-                lambda *args: update(*of_step).layer(parts.stacks[path], layer, *args),
-            )  # fmt: skip
-            return write_layer(stack, weights, layer, parts.stacks[path].layers), rows
-
-        def update_rest(
-            positions: tuple[int, ...], weights: Any, rows: list[Row], gradients: Any, *of_step: Any
-        ) -> Any:
-            indices = [parts.indices[at] for at in positions]
-            leaves = [plans.whole[i] for i in indices]
-            return updated(
-                leaves, weights, rows, gradients,
-                lambda *args: update(*of_step).rest(indices, *args),
-            )  # fmt: skip
-
-        def updated(leaves: Any, weights: Any, rows: Any, gradients: Any, how: Any) -> Any:
-            states, blockwise = map(list, zip(*map(from_row, leaves, rows), strict=True))
-            gradients = [step.each(g) for g in gradients]
-            with step_arguments.stepping(implementation=step.implementation):
-                weights, states, blockwise = how(gradients, (weights, states, blockwise))
-            return weights, list(map(to_row, leaves, states, blockwise))
-
-        def update(count: jax.Array, seed: jax.Array, factor: jax.Array | None) -> Update:
-            return Update.begin(plans, count, seed, step.limit, factor)
-
-        def factor(squares: list[jax.Array]) -> jax.Array:
-            return clipping_factor(step.optimizer.clip, jnp.sqrt(sum(squares)), optax.EmptyState())
-
-        self.first, self.forward = Stage(first), Stage(forward, static_argnums=0)
+        self.step, self.model, engine = step, step.model, step.optimizer.engine
+        self.parts = self.model.take_apart(params)
+        self.plans = Plans.make(engine, self.parts, params, state, step.per_layer)
+        engine.unpack(state, self.plans.whole, params)  # checks the state
+        self.schedule = stages.Schedule.make(self.model, self.parts, batch)
+        x = jax.eval_shape(self.model.first, self.parts.rest(), batch)
+        self.input_bytes, self.has_room = trees.nbytes(x), False
         all_floats = all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(x))
-        self.last = Stage(last, donate_argnums=(1, 3) if all_floats else 3)
         number, at_once = step.micro_batches, step.at_once
         fewest = min(number, at_once, number % at_once or at_once)  # in a pass
         # with fewer, `RunAhead` waits for a dx whose place the next layer's has taken
         donated = (4, 6) if fewest >= host.AHEAD else 6
-        self.back = Stage(back, static_argnums=0, donate_argnums=donated)
-        self.back_first = Stage(back_first, donate_argnums=3)
-        self.update_layer = Stage(update_layer, static_argnums=0, donate_argnums=(1, 3))
-        self.update_rest = Stage(update_rest, static_argnums=0, donate_argnums=(1, 2))
-        self.add = Stage(added, donate_argnums=0)
-        self.squares = Stage(lambda gs: squares_of([step.each(g) for g in gs]))
-        self.factor = Stage(factor)
+        self.first = Stage(self._first)
+        self.forward = Stage(self._forward, static_argnums=0)
+        self.last = Stage(self._last, donate_argnums=(1, 3) if all_floats else 3)
+        self.back = Stage(self._back, static_argnums=0, donate_argnums=donated)
+        self.back_first = Stage(self._back_first, donate_argnums=3)
+        self.update_layer = Stage(self._update_layer, static_argnums=0, donate_argnums=(1, 3))
+        self.update_rest = Stage(self._update_rest, static_argnums=0, donate_argnums=(1, 2))
+        self.add = Stage(_added, donate_argnums=0)
+        self.squares = Stage(self._squares)
+        self.factor = Stage(self._factor)
+
+    # ---- forward and backward; `rest` are the weights outside of layers ----
+
+    def _first(self, rest: list[jax.Array], batch: object) -> Any:
+        return self.model.first(self._of(rest).rest(), batch)
+
+    def _forward(
+        self, path: str, weights: Any, rest: list[jax.Array], x: Any, batch: object
+    ) -> Any:
+        layer = self._of_layer(path, weights)
+        return self.model.layers[path](layer, self._of(rest).rest(), x, batch)
+
+    def _last(self, rest: list[jax.Array], x: Any, batch: object, total: Any) -> Any:
+        reading = self.schedule.reading[-1]
+        loss, gradients, dx = stages.last(self.model, self._of(rest), x, batch, reading)
+        in_parts = self.step.micro_batches > 1 and self.model.has_aux
+        return loss[0] if in_parts else loss, self._mean(total, gradients), dx
+
+    def _back(
+        self, path: str, weights: Any, rest: Any, x: Any, dx: Any, batch: object, total: Any
+    ) -> Any:
+        reading = self.schedule.reading[1 + list(self.model.layers).index(path)]
+        *gradients, dx = stages.pull_layer(
+            self.model.layers[path], self._of(rest), self._of_layer(path, weights), reading, x, dx,
+            batch,
+        )  # fmt: skip
+        return self._mean(total, gradients), dx
+
+    def _back_first(self, rest: list[jax.Array], dx: Any, batch: object, total: Any) -> Any:
+        _, pull = stages.first(self.model, self._of(rest), batch, self.schedule.reading[0])
+        return self._mean(total, pull(dx)[0])
+
+    def _of(self, rest: list[jax.Array]) -> Parts:
+        return dataclasses.replace(self.parts, leaves=rest)
+
+    def _of_layer(self, path: str, weights: list[jax.Array]) -> Any:
+        treedef: Any = jax.tree.structure(self.parts.stacks[path].tree)
+        return treedef.unflatten([w[0] for w in weights])
+
+    def _mean(self, total: Any, more: Any) -> Any:
+        """Add the share of one micro-batch to the mean of the gradients."""
+        number = self.step.micro_batches
+        if number == 1:
+            return more
+        share = jax.tree.map(lambda g: g / number, trees.widened(more))
+        return share if total is None else _added(total, share)
+
+    # ---- updates; `of_step` are the count, the seed and the factor of clipping ----
+
+    def _update_layer(
+        self, path: str, stack: Any, weights: Any, rows: list[Row], gradients: Any,
+        layer: jax.Array, *of_step: Any,
+    ) -> Any:  # fmt: skip
+        of_path = self.parts.stacks[path]
+        plans = [self.plans.of_layers[i] for i in of_path.indices]
+        how = functools.partial(self._update(*of_step).layer, of_path, layer)
+        weights, rows = self._updated(plans, weights, rows, gradients, how)
+        return write_layer(stack, weights, layer, of_path.layers), rows
+
+    def _update_rest(
+        self, positions: tuple[int, ...], weights: Any, rows: list[Row], gradients: Any,
+        *of_step: Any,
+    ) -> Any:  # fmt: skip
+        indices = [self.parts.indices[at] for at in positions]
+        plans = [self.plans.whole[i] for i in indices]
+        how = functools.partial(self._update(*of_step).rest, indices)
+        return self._updated(plans, weights, rows, gradients, how)
+
+    def _update(self, count: jax.Array, seed: jax.Array, factor: jax.Array | None) -> Update:
+        return Update.begin(self.plans, count, seed, self.step.limit, factor)
+
+    def _updated(self, plans: Any, weights: Any, rows: Any, gradients: Any, how: Any) -> Any:
+        """Return new weights and rows by `how`, a method of `Update`."""
+        states, blockwise = map(list, zip(*map(from_row, plans, rows), strict=True))
+        gradients = [self.step.each(g) for g in gradients]
+        with step_arguments.stepping(implementation=self.step.implementation):
+            weights, states, blockwise = how(gradients, (weights, states, blockwise))
+        return weights, list(map(to_row, plans, states, blockwise))
+
+    def _squares(self, gradients: list[jax.Array]) -> jax.Array:
+        return squares_of([self.step.each(g) for g in gradients])
+
+    def _factor(self, squares: list[jax.Array]) -> jax.Array:
+        norm = jnp.sqrt(sum(squares))
+        return clipping_factor(self.step.optimizer.clip, norm, optax.EmptyState())
+
+
+def _added(total: Any, more: Any) -> Any:
+    return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, more)
 
 
 def micro_batch(batch: Any, at: Any, number: int) -> Any:
@@ -269,9 +288,9 @@ class Run:
         """Pass micro-batches through the model; return their losses, and update after the last."""
         self.forward(batches)
         if last and self.step.optimizer.clip is not None:
-            self.backward(batches, self.square)
+            self.backward(batches, self.square, keeps_inputs=True)
             self.factor = self.programs.factor(self.squares)
-        return self.backward(batches, self.update if last else self.store)
+        return self.backward(batches, self.update if last else self.store, brings_state=last)
 
     def result(self, params: optax.Params, state: Any) -> tuple[Any, Any]:
         """Return the new parameters and state."""
@@ -309,12 +328,26 @@ class Run:
                 self.inputs[-1].append(self.put(xs[m]))
                 self.running.add(self.inputs[-1][-1])
 
-    def backward(self, batches: list[Any], use: Callable[..., None]) -> list[Any]:
-        """Return the losses, and pass the gradients of each stage to `use`."""
+    def backward(
+        self,
+        batches: list[Any],
+        use: Callable[..., None],
+        *,
+        keeps_inputs: bool = False,
+        brings_state: bool = False,
+    ) -> list[Any]:
+        """Return the losses, and pass the gradients of each stage to `use`.
+
+        `keeps_inputs` leaves the inputs of stages for another pass; `brings_state` passes `use` the
+        state of each layer.
+        """
         programs, stacks = self.programs, list(self.plans.parts.stacks)
         order = [(at, m) for at in reversed(range(len(self.inputs))) for m in range(len(batches))]
-        inputs = host.ahead(order, lambda at: self.input(*at, keep=use == self.square))
-        coming = host.ahead(reversed(self.layers), lambda key: self.arriving(key, use))
+        inputs = host.ahead(order, lambda at: self.input(*at, keep=keeps_inputs))
+        coming = host.ahead(
+            reversed(self.layers),
+            lambda key: self.bring(self.rows(key)) if brings_state else None,
+        )
         self.running.drain()  # or it would wait for an input that the last stage donates
         losses, dxs, xs = [], [], [next(inputs) for _ in batches]
         total: Any = None
@@ -419,10 +452,6 @@ class Run:
     def bring(self, tree: Any, **how: Any) -> Any:
         """Copy arrays to the device."""
         return host.put(tree, self.here, **how)
-
-    def arriving(self, key: Any, use: Callable[..., None]) -> Any:
-        """Copy to the device the state of a layer, if `use` needs it."""
-        return self.bring(self.rows(key)) if use == self.update else None
 
     def rows(self, key: Any) -> list[Row]:
         """Return the arrays of the state of each leaf of a stage."""
