@@ -70,7 +70,7 @@ def present(on: Mesh) -> Iterator[None]:
         mock.patch.object(jax, "local_devices", lambda: [first]),
         mock.patch.object(jax, "device_count", lambda: on.size),
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
-        mock.patch.object(platform, "no_device_reason", lambda: None),
+        mock.patch.object(platform, "no_gpu_reason", lambda: None),
         mock.patch.object(platform, "not_hopper_reason", lambda: None),
     ):
         yield

@@ -10,7 +10,7 @@ import optax
 from _gpt.config import warmup_cosine
 from _llama.config import PLAIN
 from _llama.model import Llama
-from _llama.optimizer import decayed, stored_dtype
+from _llama.optimizer import stored_dtype
 
 import optax_lowmem as lowmem
 from benchmarks import training
@@ -39,7 +39,7 @@ class Experiment(training.Experiment):
 
     def optimizer(self, name: str, **of_noise: Any) -> optax.GradientTransformation:
         """The variant's; `of_noise`: more arguments of `gaussws_noise`."""
-        one, run, how = self.variants[name], self.run, ADAM | {"mask": decayed}
+        one, run, how = self.variants[name], self.run, ADAM | {"mask": lowmem.blocks.decay_mask}
         if one.optimizer == "flash_adam_mini":
             sizes = {"heads": run.shape.heads, "kv_heads": run.shape.kv_heads}
             how["blocks"] = lowmem.blocks.Structure(**sizes)

@@ -32,18 +32,12 @@ try:
     import optax
     from _finetune import arguments, memory, output
     from _finetune.setup import Setup, make_setup
-    from _gpt.arguments import (
-        INTERRUPTED,
-        OUT_OF_MEMORY,
-        allow_pinned_memory,
-        is_out_of_memory,
-        out_of_memory_message,
-        progress_bar,
-    )
+    from _gpt import arguments as shared
+    from _gpt.arguments import INTERRUPTED, OUT_OF_MEMORY
     from _gpt.train import check_implementation
     from _llama import huggingface
     from _llama.config import PLAIN, SPLIT, Settings
-    from _llama.model import Llama, Packed, joined, part
+    from _llama.model import Llama, Packed, joined, leaf_path, part
     from _llama.optimizer import weights_dtype
     from _llama.texts import Rows, Texts, batch_rows
     from _llama.train import offloaded, released
@@ -101,11 +95,11 @@ def make_step(
 
 def _released(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
     """Return the step that updates each layer in the backward pass; its norm is NaN."""
-    take_step = released(model, tx, settings, {})
+    take_step = released(model, tx, settings)
 
     def step(trained: Any, frozen: Any, state: Any, batch: Packed) -> tuple[Any, ...]:
         del frozen
-        trained, state, loss = take_step(trained, state, batch)
+        loss, trained, state = take_step(trained, state, batch)
         return trained, state, loss, jnp.float32(jnp.nan)
 
     if settings.offload:
@@ -138,19 +132,15 @@ def compile_step(setup: Setup, micro_batches: int) -> Any:
         return jax.jit(step, donate_argnums=(0, 2)).lower(*like, setup.batch).compile()
     here = SingleDeviceSharding(jax.local_devices()[0])
     trained = jax.tree.map(lambda w: w.update(sharding=here), like[0])
-    step.compile(trained, offloaded(setup.model, setup.tx, settings)(trained, None), setup.batch)
+    state = offloaded(setup.model, setup.tx, settings, trained, None)
+    step.compile(trained, state, setup.batch)
     return step
 
 
 def fit(setup: Setup, rows: int | None) -> tuple[int, Any]:
     """Return the number of micro-batches and the compiled step.
 
-    Args:
-      setup: of the run.
-      rows: of a micro-batch; None: the most that there is memory for.
-
-    Raises:
-      ValueError: if there is no memory for one row.
+    A micro-batch has so many rows; None: the most that there is memory for, or a ValueError.
     """
     args, batch = setup.args, setup.settings.batch
     numbers = [n for n in range(1, batch + 1) if batch % n == 0]
@@ -173,22 +163,7 @@ def fit(setup: Setup, rows: int | None) -> tuple[int, Any]:
 
 @dataclasses.dataclass
 class Run:
-    """A run under way.
-
-    Attributes:
-      setup: its model and optimizer.
-      texts: the tokenizer.
-      rows: to train on.
-      held_out: to evaluate on.
-      take_step: the compiled step.
-      micro_batches: of a step.
-      total: rows that all steps together take.
-      trained: weights.
-      frozen: weights.
-      state: of the optimizer.
-      step: number of steps taken.
-      skipped: number of these that changed nothing.
-    """
+    """A run under way; `total` rows are those of all steps, and `skipped` steps change nothing."""
 
     setup: Setup
     texts: Texts
@@ -206,12 +181,10 @@ class Run:
 
     @property
     def args(self) -> argparse.Namespace:
-        """The command line."""
         return self.setup.args
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
         return self.setup.settings.steps
 
     def log(self, **row: Any) -> None:
@@ -314,7 +287,7 @@ def read_rows(args: argparse.Namespace, texts: Texts) -> tuple[Rows, Rows]:
 def prepare(args: argparse.Namespace) -> Run:
     """Read data and model, compile the step, and start or restore the run."""
     if args.offload:
-        allow_pinned_memory()
+        shared.allow_pinned_memory()
     check_implementation(args.implementation)
     if not args.model.is_dir():
         raise ValueError(
@@ -331,19 +304,18 @@ def prepare(args: argparse.Namespace) -> Run:
     weights = huggingface.load(args.model, setup.model, setup.dtype)
     trained, frozen, state = start(setup, weights)
     del weights
+    here = SingleDeviceSharding(jax.local_devices()[0])
     if args.offload:  # on the device for which the step was compiled
-        trained = jax.device_put(trained, SingleDeviceSharding(jax.local_devices()[0]))
-    moved = offloaded(setup.model, setup.tx, setup.settings)
-    if first == 0:
-        output.write_run(args, args.batch // micro_batches)
-        state = moved(trained, state)
-    else:
+        trained = jax.device_put(trained, here)
+    if first:
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), trained)
         del trained, state
-        here, folder = jax.local_devices()[0], args.out / output.CHECKPOINTS
-        places = SingleDeviceSharding(here, memory_kind="pinned_host") if args.offload else None
+        folder = args.out / output.CHECKPOINTS
+        places = here.with_memory_kind("pinned_host") if args.offload else None
         trained, state = checkpoint.restore(folder, setup.tx, like, step=first, shardings=places)
-        state = moved(trained, state)
+    else:
+        output.write_run(args, args.batch // micro_batches)
+    state = offloaded(setup.model, setup.tx, setup.settings, trained, state)
     report = lowmem.memory.report(setup.tx, trained)
     say(
         f"{args.model.name}: {report.parameters / 1e6:,.1f}M trained parameters, {args.optimizer}, "
@@ -362,7 +334,7 @@ def train(run: Run) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = {n: signal.signal(n, lambda number, frame: received.add(number)) for n in numbers}
     try:
-        with progress_bar("steps", disable=not sys.stdout.isatty()) as progress:
+        with shared.progress_bar("steps", disable=not sys.stdout.isatty()) as progress:
             take_steps(run, progress, received)
     finally:
         for number, handler in before.items():
@@ -412,11 +384,21 @@ def generate(run: Run) -> None:
         run.log(prompt=prompt, answer=answer)
 
 
+def masters_on_host(trained: Any, state: Any) -> Any:
+    """Return the f32 weights in host memory; the device makes one parameter at a time."""
+
+    def master(keys: tuple[Any, ...], _: jax.Array) -> np.ndarray:
+        alone = part(trained, lambda path: path == leaf_path(keys))
+        return np.asarray(jax.tree.leaves(lowmem.master_params(alone, state))[0])
+
+    return jax.tree_util.tree_map_with_path(master, trained)
+
+
 def export(run: Run) -> None:
     """Write the model, and its adapters if it has some."""
     args, model, trained = run.args, run.setup.model, run.trained
     if not args.offload and (model.lora or args.dtype == "float32" or not run.setup.is_bf16):
-        trained = lowmem.master_params(trained, run.state)
+        trained = masters_on_host(trained, run.state)
     if model.lora is not None:
         huggingface.save_adapters(args.out / output.ADAPTER, args.model, model, trained)
     huggingface.save(args.out / output.MODEL, args.model, model, trained, args.dtype)
@@ -444,9 +426,10 @@ def main(arguments: list[str] | None = None) -> Run:
         print(f"stopped; {where}", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
     except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
+        if not shared.is_out_of_memory(error):
             raise
-        print(f"out of memory: {out_of_memory_message(error, args.offload)}", file=sys.stderr)
+        message = shared.out_of_memory_message(error, args.offload)
+        print(f"out of memory: {message}", file=sys.stderr)
         rows = args.batch // run.micro_batches if run else args.micro_batch or args.batch
         fewer = f"--micro-batch {rows // 2} instead of {rows}, " if rows > 1 else ""
         print(f"These need less: {fewer}{_LESS}", file=sys.stderr)

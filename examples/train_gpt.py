@@ -18,16 +18,9 @@ from pathlib import Path
 from typing import Any
 
 try:
+    from _gpt import arguments as shared
     from _gpt import data, figure, report, train
-    from _gpt.arguments import (
-        add_common,
-        compute_dtype,
-        positive,
-        preset_values,
-        progress_bar,
-        rate_factors,
-        records_of_examples,
-    )
+    from _gpt.arguments import positive
     from _gpt.config import OPTIMIZERS, PRESETS, Settings
     from rich.console import Console
 except ModuleNotFoundError as error:
@@ -42,8 +35,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, told = parser.add_argument, functools.partial(preset_values, PRESETS)
-    factors = rate_factors({name: pair.rate_factor for name, pair in OPTIMIZERS.items()})
+    add, told = parser.add_argument, functools.partial(shared.preset_values, PRESETS)
+    factors = shared.rate_factors({name: pair.rate_factor for name, pair in OPTIMIZERS.items()})
     add("--preset", choices=PRESETS, default="demo", help="model and run (default: demo)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
     add("--only", choices=_ONLY, default="both", help="which of the two to train (default: both)")
@@ -58,27 +51,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--data", type=Path, metavar="PATH", help="a file or folder of text, instead of --text")
     add("--seeds", type=positive, default=1, help="how many seeds to repeat over (default: 1)")
     add("--out", type=Path, default=Path("demo_output"), help="default: demo_output")
-    add_common(add)
+    shared.add_common(add)
     return parser.parse_args(arguments)
 
 
 def make_settings(args: argparse.Namespace) -> Settings:
     """The preset with what the command line changes."""
     preset = PRESETS[args.preset]
-    names = ("steps", "batch", "context", "vocab", "tokenizer", "text")
-    given = {name: getattr(args, name) for name in names}
-    chosen = {name: getattr(preset, name) if x is None else x for name, x in given.items()}
     rate = preset.learning_rate * OPTIMIZERS[args.optimizer].rate_factor
-    return Settings(
-        preset=args.preset,
-        optimizer=args.optimizer,
-        shape=preset.shape,
-        learning_rate=rate if args.lr is None else args.lr,
-        held_out_batches=preset.held_out_batches,
-        compute=compute_dtype(args.compute),
-        implementation=args.implementation,
-        **chosen,
-    )
+    given = {"learning_rate": rate if args.lr is None else args.lr}
+    given["compute"] = shared.compute_dtype(args.compute)
+    return shared.changed(preset, Settings, vars(args) | given)
 
 
 def load_tokens(
@@ -112,22 +95,18 @@ def train_seed(
 ) -> dict[str, Any]:
     """Trains with one seed and returns each run's numbers."""
     runs = {impl: train.Run(program, seed) for impl, program in programs.items()}
-    with progress_bar(f"seed {seed}", console=console) as progress:
+
+    def losses(kind: str, digits: int) -> str:
+        last = {report.LABELS[impl]: getattr(run, kind)[-1] for impl, run in runs.items()}
+        return "   ".join(f"{label} {loss:.{digits}f}" for label, loss in last.items())
+
+    with shared.progress_bar(f"seed {seed}", console=console) as progress:
         task = progress.add_task("", total=settings.steps, now="")
-        shown = 1
-        for done in train.train(runs, settings, tokens, seed):
-            losses = "  ".join(
-                f"{report.LABELS[i]} {r.train_loss[-1]:.3f}" for i, r in runs.items()
-            )
-            progress.update(task, completed=done, now=losses)
-            if len(next(iter(runs.values())).val_loss) > shown:
-                shown += 1
-                held = "   ".join(
-                    f"{report.LABELS[i]} {r.val_loss[-1]:.4f}" for i, r in runs.items()
-                )
-                progress.console.print(
-                    f"step {done:5d}   validation loss   {held}", highlight=False
-                )
+        for done, is_validated in train.train(runs, settings, tokens, seed):
+            progress.update(task, completed=done, now=losses("train_loss", 3))
+            if is_validated:
+                told = f"step {done:5d}   validation loss   {losses('val_loss', 4)}"
+                progress.console.print(told, highlight=False)
     return {impl: report.run_numbers(run, settings) for impl, run in runs.items()}
 
 
@@ -153,7 +132,8 @@ def main(arguments: list[str] | None = None) -> None:
     for seed in range(args.seed, args.seed + args.seeds):
         by_seed[seed] = train_seed(settings, tokens, seed, programs, console)
         if args.record:  # at once: a later seed may be cut off
-            records_of_examples().append_gpt(settings, about, seed, by_seed[seed], args.record)
+            append = shared.records_of_examples().append_gpt
+            append(settings, about, seed, by_seed[seed], args.record)
     result = report.summarise(settings, about, by_seed, time.perf_counter() - start)
     console.print(report.table(result))
     if args.only == "both":

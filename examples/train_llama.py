@@ -25,40 +25,12 @@ from pathlib import Path
 import jax
 
 try:
-    from _gpt.arguments import (
-        INTERRUPTED,
-        OUT_OF_MEMORY,
-        add_common,
-        allow_pinned_memory,
-        compute_dtype,
-        is_out_of_memory,
-        out_of_memory_message,
-        positive,
-        preset_values,
-        progress_bar,
-        rate_factors,
-        records_of_examples,
-    )
+    from _gpt import arguments as shared
+    from _gpt.arguments import INTERRUPTED, OUT_OF_MEMORY, out_of_memory_message, positive
     from _gpt.data import TEXTS
     from _gpt.train import check_implementation
-    from _llama import checkpoints, report, train
-    from _llama.config import (
-        AUTO,
-        CUDNN,
-        DOTS,
-        FP8,
-        FULL,
-        HEADS,
-        LEAN,
-        LINEARS,
-        NOISE,
-        NONE,
-        PLAIN,
-        PRESETS,
-        STANDARD,
-        XLA,
-        Settings,
-    )
+    from _llama import checkpoints, config, report, train
+    from _llama.config import AUTO, FULL, NONE, PLAIN, PRESETS, STANDARD, Settings
     from _llama.optimizer import NAMES, RATE_FACTORS
     from rich.console import Console
 except ModuleNotFoundError as error:
@@ -75,7 +47,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, told = parser.add_argument, functools.partial(preset_values, PRESETS)
+    add, told = parser.add_argument, functools.partial(shared.preset_values, PRESETS)
     add("--preset", choices=PRESETS, default="tiny", help="model and run (default: tiny)")
     add("--optimizer", choices=NAMES, default="flash_adamw", metavar="NAME",
         help=f"{', '.join(NAMES)} (default: flash_adamw)")  # fmt: skip
@@ -86,8 +58,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=positive, help=f"sequences in a batch; {told('batch')}")
     add("--sequence", type=positive, help=f"tokens in a sequence; {told('sequence')}")
     add("--lr", type=float,
-        help=f"peak learning rate; {told('learning_rate')}, times {rate_factors(RATE_FACTORS)}"
-    )  # fmt: skip
+        help=f"peak learning rate; {told('learning_rate')}, times "
+        f"{shared.rate_factors(RATE_FACTORS)}")  # fmt: skip
     add("--clip", type=float,
         help="global norm of gradients; 0: any (default: 1; with --release, where it takes a "
         "second backward pass, 0)")  # fmt: skip
@@ -99,12 +71,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="devices that share a batch and keep a part of weights and state each")  # fmt: skip
     add("--tensor", type=positive, default=1, metavar="N",
         help="devices that share each matrix product")  # fmt: skip
-    add(
-        "--zero",
-        action="store_true",
-        help="cut the state between the --data-parallel devices (ZeRO-1)",
-    )
-    add("--remat", nargs="?", choices=(NONE, DOTS, FULL, AUTO), const=FULL,
+    add("--zero", action="store_true",
+        help="cut the state between the --data-parallel devices (ZeRO-1)")  # fmt: skip
+    add("--remat", nargs="?", choices=(NONE, config.DOTS, FULL, AUTO), const=FULL,
         help="compute layers anew in the backward pass: in full (the meaning without a word), or "
         "all but their products and attention (dots); auto, the default: none on a CPU, elsewhere "
         "what keeps least of those within 3 %% of the fastest, by estimates")  # fmt: skip
@@ -122,20 +91,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--accumulate", type=positive, default=1, metavar="N",
         help="micro-batches that --batch is divided into; their gradients are added up in bf16 "
         "with stochastic rounding (default: 1)")  # fmt: skip
-    add("--attention", choices=(AUTO, XLA, CUDNN), default=AUTO,
+    add("--attention", choices=(AUTO, config.XLA, config.CUDNN), default=AUTO,
         help="auto, the default: cudnn where it takes the model")  # fmt: skip
-    add("--linear", choices=LINEARS, default=STANDARD,
+    add("--linear", choices=config.LINEARS, default=STANDARD,
         help="products of the layers' matrices in 8 bits, forward and for the gradient of their "
         "input; embedding and head stay (default: standard)")  # fmt: skip
-    add("--activations", choices=(AUTO, STANDARD, LEAN, FP8), default=AUTO,
+    add("--activations", choices=(AUTO, STANDARD, config.LEAN, config.FP8), default=AUTO,
         help="lean: the backward pass is given the inputs of norms and activation functions alone, "
         "and no bit of the forward pass is another; fp8: 8-bit codes of them, and layers multiply "
         "in FP8 but where --linear says otherwise; auto, the default: lean on a GPU or TPU, "
         "standard on a CPU")  # fmt: skip
-    add("--head", choices=HEADS, default=STANDARD,
+    add("--head", choices=config.HEADS, default=STANDARD,
         help="products of the output head: fp8, all three; fp8-gradients, but for the logits, so "
         "that the loss is what it was (default: standard, in --compute)")  # fmt: skip
-    add("--noise", choices=NOISE,
+    add("--noise", choices=config.NOISE,
         help="noise of a learnt bitwidth on these matrices (GaussWS): `od` are an attention's "
         "projection and the last of an MLP")  # fmt: skip
     add("--checkpoint", type=Path, metavar="DIR", help="where to save the run, at its end too")
@@ -145,9 +114,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--log", type=Path, metavar="FILE", help="append each step's loss (JSON lines)")
     add("--cache", type=Path, default=Path("demo_output"), metavar="DIR",
         help="of the tokenizer that is trained for a text (default: demo_output)")  # fmt: skip
-    add("--memory-profile", type=Path, metavar="FILE",
-        help="where to put a profile (pprof) of what lies on the device at the end")  # fmt: skip
-    add_common(add)
+    shared.add_common(add)
     args = parser.parse_args(arguments)
     if args.data and args.data.isdigit() and not Path(args.data).exists():
         print(f"--data {args.data} is deprecated: --data-parallel {args.data}", file=sys.stderr)
@@ -161,57 +128,41 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def make_settings(args: argparse.Namespace) -> Settings:
     """The preset with what the command line changes."""
     preset, there = PRESETS[args.preset], jax.device_count()
-    given = {n: getattr(args, n) for n in ("steps", "batch", "sequence", "remat")}
-    given["text"] = args.data or args.text
-    chosen = {name: getattr(preset, name) if x is None else x for name, x in given.items()}
-    shared = args.fsdp * args.tensor
-    own = ("optimizer", "seed", "attention", "linear", "activations", "head", "noise",
-           "implementation", "fsdp", "tensor", "zero", "release", "offload", "unroll",
-           "accumulate", "f32_weights")  # fmt: skip
-    _check_release(args)
-    if args.f32_weights and args.noise:
-        raise SystemExit("--f32-weights and --noise: weights with noise are bf16; leave out one")
     rate = preset.learning_rate * RATE_FACTORS.get(args.optimizer, 1.0)
-    settings = Settings(
-        preset=args.preset,
-        shape=preset.shape,
-        learning_rate=rate if args.lr is None else args.lr,
-        clip=(0.0 if args.release else 1.0) if args.clip is None else args.clip,
-        compute=compute_dtype(args.compute),
-        data=args.data_parallel or max(1, there // shared),
-        **{name: getattr(args, name) for name in own},
-        **chosen,
-    )
-    if settings.devices > there:
-        raise SystemExit(
-            f"--data-parallel {settings.data} --fsdp {settings.fsdp} --tensor {settings.tensor} "
-            f"takes {settings.devices} devices; there are {there}"
-        )
-    shared = settings.data * settings.fsdp
-    if settings.offload and settings.devices > 1:
-        raise SystemExit("--offload copies the state to one device: add --data-parallel 1")
-    if settings.batch % shared:
-        raise SystemExit(
-            f"--batch {settings.batch} cannot be shared by {shared} devices "
-            "(--data-parallel x --fsdp)"
-        )
-    if settings.batch % (shared * settings.accumulate):
-        raise SystemExit(
-            f"--batch {settings.batch} cannot be divided into {settings.accumulate} micro-batches "
-            f"of as many sequences for each of {shared} devices"
-        )
+    given = {
+        "learning_rate": rate if args.lr is None else args.lr,
+        "clip": (0.0 if args.release else 1.0) if args.clip is None else args.clip,
+        "compute": shared.compute_dtype(args.compute),
+        "text": args.data or args.text,
+        "data": args.data_parallel or max(1, there // (args.fsdp * args.tensor)),
+    }
+    settings = shared.changed(preset, Settings, vars(args) | given)
+    sharing = settings.data * settings.fsdp
+    added_up = args.release and args.accumulate > 1 and not args.offload
+    for wrong, message in (
+        (args.release and args.optimizer == PLAIN,
+         f"--release takes an optimizer of optax_lowmem, not {PLAIN}"),
+        (args.release and args.noise,
+         "--release and --noise: noise needs the steps of all layers in one call"),
+        (added_up, "--release and --accumulate: the gradients that --release never holds would be "
+         "added up"),
+        (args.f32_weights and args.noise,
+         "--f32-weights and --noise: weights with noise are bf16; leave out one"),
+        (settings.devices > there,
+         f"--data-parallel {settings.data} --fsdp {settings.fsdp} --tensor {settings.tensor} "
+         f"takes {settings.devices} devices; there are {there}"),
+        (settings.offload and settings.devices > 1,
+         "--offload copies the state to one device: add --data-parallel 1"),
+        (settings.batch % sharing,
+         f"--batch {settings.batch} cannot be shared by {sharing} devices (--data-parallel x "
+         "--fsdp)"),
+        (settings.batch % (sharing * settings.accumulate),
+         f"--batch {settings.batch} cannot be divided into {settings.accumulate} micro-batches "
+         f"of as many sequences for each of {sharing} devices"),
+    ):  # fmt: skip
+        if wrong:
+            raise SystemExit(message)
     return settings
-
-
-def _check_release(args: argparse.Namespace) -> None:
-    if args.release and args.optimizer == PLAIN:
-        raise SystemExit(f"--release takes an optimizer of optax_lowmem, not {PLAIN}")
-    if args.release and args.noise:
-        raise SystemExit("--release and --noise: noise needs the steps of all layers in one call")
-    if args.release and args.accumulate > 1 and not args.offload:
-        raise SystemExit(
-            "--release and --accumulate: the gradients that --release never holds would be added up"
-        )
 
 
 @dataclass
@@ -224,14 +175,11 @@ class Result:
 
 
 def train_run(
-    run: train.Run,
-    program: train.Program,
-    batches: train.Batches,
-    settings: Settings,
-    args: argparse.Namespace,
+    run: train.Run, program: train.Program, batches: train.Batches, args: argparse.Namespace,
     console: Console,
-) -> None:
+) -> None:  # fmt: skip
     """Takes the steps, showing, logging and saving."""
+    settings = program.settings
     last = min(args.until or settings.steps, settings.steps)
     tokens = settings.batch * settings.sequence
 
@@ -239,7 +187,7 @@ def train_run(
         due = args.save_every and step % args.save_every == 0
         return bool(args.checkpoint and (due or step == last))
 
-    with progress_bar(settings.optimizer, console=console) as progress:
+    with shared.progress_bar(settings.optimizer, console=console) as progress:
         task = progress.add_task("", total=last, completed=run.step, now="")
         for _ in train.advance(run, program, batches, last, is_saved):
             now = f"loss {run.losses[-1]:.4f}  {tokens / run.step_s:,.0f} tokens/s"
@@ -273,9 +221,9 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
         run = checkpoints.start_or_restore(args.checkpoint, program, first)
         if first:
             say(f"resumed at step {first}")
-        train_run(run, program, batches, settings, args, console)
+        train_run(run, program, batches, args, console)
     except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
+        if not shared.is_out_of_memory(error):
             raise
         run, message = None, out_of_memory_message(error, args.offload)
     if run is None:
@@ -286,10 +234,8 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
     else:
         found |= train.measured(run, settings, program) | {"compile_s": compile_s}
         say(f"{memory}\n{report.summary(found)}")
-        if args.memory_profile:
-            jax.profiler.save_device_memory_profile(args.memory_profile)
     if args.record and "fits" in found:
-        append = records_of_examples().append_llama
+        append = shared.records_of_examples().append_llama
         append(settings, program.settings, memory, found, args.record)
     return None if run is None else Result(run, program, found)
 
@@ -299,7 +245,7 @@ def main(arguments: list[str] | None = None) -> Result:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")
     args = parse_arguments(arguments)
     if args.offload:
-        allow_pinned_memory()
+        shared.allow_pinned_memory()
     settings = make_settings(args)
     check_implementation(settings.implementation)
     try:

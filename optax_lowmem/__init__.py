@@ -3,48 +3,48 @@
 import importlib.metadata as _metadata
 
 from optax_lowmem import blocks, checkpoint, codecs, diagnostics, gaussws, memory, release, sharding
-from optax_lowmem._src.core.policy import Policy
-from optax_lowmem._src.noise.noisy import gaussws_noise
-from optax_lowmem._src.optimizers import OPTIMIZERS
-from optax_lowmem._src.optimizers.adam import (
+from optax_lowmem._src.optim.optimizers import OPTIMIZERS
+from optax_lowmem._src.optim.optimizers.adam import (
     b2_schedule,
     coat_adamw,
     flash_adam,
     flash_adamw,
     scale_by_flash_adam,
 )
-from optax_lowmem._src.optimizers.adam_mini import (
+from optax_lowmem._src.optim.optimizers.adam_mini import (
     adam_mini,
     flash_adam_mini,
     q_adam_mini,
     q_adamw,
     scale_by_adam_mini,
 )
-from optax_lowmem._src.optimizers.factored import flash_factored_adamw, scale_by_factored_adam
-from optax_lowmem._src.optimizers.lion import flash_lion, scale_by_flash_lion
-from optax_lowmem._src.optimizers.muon import flash_muon
-from optax_lowmem._src.optimizers.sgd import flash_sgd, flash_trace
-from optax_lowmem._src.optimizers.stable_adamw import stable_adamw
-from optax_lowmem._src.step.masters import master_params
-from optax_lowmem._src.step.scopes import implementations
-from optax_lowmem._src.step.storage import Storage
-from optax_lowmem._src.wrappers.accumulate import accumulate_gradients, value_and_grad
-from optax_lowmem._src.wrappers.chain import chain, step
-from optax_lowmem._src.wrappers.compress import (
+from optax_lowmem._src.optim.optimizers.factored import flash_factored_adamw, scale_by_factored_adam
+from optax_lowmem._src.optim.optimizers.lion import flash_lion, scale_by_flash_lion
+from optax_lowmem._src.optim.optimizers.muon import flash_muon
+from optax_lowmem._src.optim.optimizers.sgd import flash_sgd, flash_trace
+from optax_lowmem._src.optim.optimizers.stable_adamw import stable_adamw
+from optax_lowmem._src.optim.policy import Policy
+from optax_lowmem._src.optim.step.masters import master_params
+from optax_lowmem._src.optim.step.scopes import implementations
+from optax_lowmem._src.optim.step.storage import Storage
+from optax_lowmem._src.optim.wrappers.accumulate import accumulate_gradients, value_and_grad
+from optax_lowmem._src.optim.wrappers.chain import chain, step
+from optax_lowmem._src.optim.wrappers.compress import (
     compand_momentum,
     compress_state,
     sqrt_variance_quant,
 )
-from optax_lowmem._src.wrappers.ema import ema_params, track_master_ema
-from optax_lowmem._src.wrappers.explain import explain
-from optax_lowmem._src.wrappers.fuse import fuse_updates
-from optax_lowmem._src.wrappers.init import init
-from optax_lowmem._src.wrappers.inject import inject_hyperparams
-from optax_lowmem._src.wrappers.loss_scale import per_tensor_loss_scale
-from optax_lowmem._src.wrappers.reset import reset
-from optax_lowmem._src.wrappers.slots import register_slot
-from optax_lowmem._src.wrappers.split import split_master_weights
-from optax_lowmem._src.wrappers.update_clipping import update_clipping
+from optax_lowmem._src.optim.wrappers.ema import ema_params, track_master_ema
+from optax_lowmem._src.optim.wrappers.explain import explain
+from optax_lowmem._src.optim.wrappers.fuse import fuse_updates
+from optax_lowmem._src.optim.wrappers.init import init
+from optax_lowmem._src.optim.wrappers.inject import inject_hyperparams
+from optax_lowmem._src.optim.wrappers.loss_scale import per_tensor_loss_scale
+from optax_lowmem._src.optim.wrappers.reset import reset
+from optax_lowmem._src.optim.wrappers.slots import register_slot
+from optax_lowmem._src.optim.wrappers.split import split_master_weights
+from optax_lowmem._src.optim.wrappers.update_clipping import update_clipping
+from optax_lowmem._src.training.gaussws_noise.noisy import gaussws_noise
 
 try:
     __version__ = _metadata.version("optax-lowmem")

@@ -9,11 +9,17 @@ The arrays alone do not determine the format: `sqrt()` and `linear(signed=False)
 codes with f32 scales. So `save` adds a description of the format, and `restore` compares it.
 """
 
-from optax_lowmem._src.checkpoint.description import FORMAT_VERSION, check, metadata
-from optax_lowmem._src.checkpoint.export import export
-from optax_lowmem._src.checkpoint.files import handlers
-from optax_lowmem._src.checkpoint.optax_conversion import from_optax, to_optax
-from optax_lowmem._src.checkpoint.store import args, latest_step, restore, restore_from, save
+from optax_lowmem._src.training.checkpoint.description import FORMAT_VERSION, check, metadata
+from optax_lowmem._src.training.checkpoint.export import export
+from optax_lowmem._src.training.checkpoint.files import handlers
+from optax_lowmem._src.training.checkpoint.optax_conversion import from_optax, to_optax
+from optax_lowmem._src.training.checkpoint.store import (
+    args,
+    latest_step,
+    restore,
+    restore_from,
+    save,
+)
 
 __all__ = [
     "FORMAT_VERSION",

@@ -1,6 +1,6 @@
 """Codecs for optimizer slots and splits for master weights, and dicts of both by name."""
 
-from optax_lowmem._src.codecs import (
+from optax_lowmem._src.arrays.codecs import (
     CODECS,
     NAMES,
     SPLITS,

@@ -7,6 +7,6 @@ Both are subclasses of Flax's classes, take any optax transformation, and read c
 Flax's classes wrote, and vice versa. `substitute` gives them to trainers that make their optimizer.
 """
 
-from optax_lowmem._src.flax import Optimizer, TrainState, substitute
+from optax_lowmem._src.training.flax import Optimizer, TrainState, substitute
 
 __all__ = ["Optimizer", "TrainState", "substitute"]

@@ -5,8 +5,8 @@ that is unrolled under one jit, XLA frees each gradient after its update, if the
 sort in their order.
 """
 
-from optax_lowmem._src.release.model import Layered
-from optax_lowmem._src.release.offload import offload
-from optax_lowmem._src.release.step import train_step
+from optax_lowmem._src.training.release.model import Layered
+from optax_lowmem._src.training.release.offload import offload
+from optax_lowmem._src.training.release.step import train_step
 
 __all__ = ["Layered", "offload", "train_step"]

@@ -24,7 +24,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from optax_lowmem._src.core import compiled  # noqa: E402
+from optax_lowmem._src.arrays import compiled  # noqa: E402
 from optax_lowmem._src.kernels import platform as kernel_platform  # noqa: E402
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS  # noqa: E402
 from tests.tiers import SAMPLES, rows, sample_of  # noqa: E402
@@ -73,7 +73,7 @@ def compiled_kernels(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patch platform detection so that code is traced as on a machine with one GPU."""
-    monkeypatch.setattr(kernel_platform, "no_device_reason", lambda: None)
+    monkeypatch.setattr(kernel_platform, "no_gpu_reason", lambda: None)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     # no program that was compiled for the machine as it is
     monkeypatch.setattr(compiled, "is_eager", lambda leaves: False)

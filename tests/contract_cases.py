@@ -15,7 +15,7 @@ import pytest
 from packaging.version import Version
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.optimizers.record import name_of
+from optax_lowmem._src.optim.optimizers.record import name_of
 from tests import small_leaves, tolerances
 from tests.compilation import QUICK_COMPILE as QUICK_COMPILE
 from tests.tiers import rows

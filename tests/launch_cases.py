@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core import numerics, random
-from optax_lowmem._src.core.groups import Tile, Tiling
-from optax_lowmem._src.optimizers.lion import LionRule
-from optax_lowmem._src.step import LeafPlan, reference
-from optax_lowmem._src.step.batch import Leaf, LeafState, Result
+from optax_lowmem._src.arrays import numerics, random
+from optax_lowmem._src.arrays.groups import Tile, Tiling
+from optax_lowmem._src.optim.optimizers.lion import LionRule
+from optax_lowmem._src.optim.step import LeafPlan, reference
+from optax_lowmem._src.optim.step.batch import Leaf, LeafState, Result
 from optax_lowmem.codecs import StoredSlot, decode_array, encode_array
 from tests import tolerances
 
@@ -308,7 +308,24 @@ def _compare_weights(
         step = of_step * (rate + np.abs(one - old)) + 2 * rate * any_sign
         off = np.abs(other - one) > last + step
         worst = np.max(np.abs(other - one) / (last + step), where=finite, initial=0)
-    assert not off[finite].any(), (plan.path, plan.shape, int(off[finite].sum()), worst)
+    off &= finite & ~_torn(plan, *both)
+    assert not off.any(), (plan.path, plan.shape, int(off.sum()), worst)
+
+
+def _torn(plan: LeafPlan, *both: tuple[jax.Array, Any]) -> np.ndarray:
+    """Weights one unit apart beside the correction of a tie, few enough for TORN_SPLITS.
+
+    XLA on a CPU may compute a master weight once for its 16 bits and once for its correction.
+    """
+    (weight, correction), (weight2, correction2) = both
+    in_bits = plan.returns_params and plan.split is not None and plan.split.dtype == jnp.int8
+    if not in_bits or jax.default_backend() != "cpu":
+        return np.zeros(plan.shape, bool)
+    apart = np.asarray(weight).view(np.int16) - np.asarray(weight2).view(np.int16).astype(int)
+    tie = (np.asarray(correction) == -128) & (np.asarray(correction2) == -128)
+    torn = tie & (np.abs(apart) == 1)
+    assert torn.sum() <= max(1, tolerances.TORN_SPLITS * torn.size)
+    return torn
 
 
 def _master(plan: LeafPlan, p: jax.Array, correction: Any) -> np.ndarray:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.step import gpu
+from optax_lowmem._src.optim.step import gpu
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 
@@ -84,7 +84,7 @@ def stepped_by_kernel(tx, shardings, grads, start):
     with contextlib.ExitStack() as patched:
         if jax.default_backend() == "cpu":
             interpreted = lambda *args, backend: launch(*args, backend="interpret")  # noqa: E731
-            patched.enter_context(mock.patch.object(platform, "no_device_reason", lambda: None))
+            patched.enter_context(mock.patch.object(platform, "no_gpu_reason", lambda: None))
             patched.enter_context(mock.patch.object(gpu, "launch", interpreted))
         step = functools.partial(lowmem.step, tx, implementation="pallas")
         jitted = jax.jit(step, out_shardings=shardings, compiler_options=options())

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from optax_lowmem._src.core.reprs import ShowsChanges
+from optax_lowmem._src.arrays.reprs import ShowsChanges
 from tests import levanter_stand_in  # noqa: F401
 
 SNAPSHOT = Path(__file__).with_suffix(".txt")

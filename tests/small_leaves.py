@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.optimizers.record import OptimizerRecord
+from optax_lowmem._src.optim.optimizers.record import OptimizerRecord
 
 ARGUMENTS: dict[str, Any] = {"min_dim_size_to_factor": 2}
 

@@ -127,6 +127,10 @@ REORDERED_MASTER = {
     for bits, unit in units.items()
 }
 
+# Master weights of which one evaluation is on either side of the middle between two bf16 numbers:
+# the low 8 of their 24 bits are 127 or 128 in 2 of 256, and REORDERED_CODES of those differ.
+TORN_SPLITS = REORDERED_CODES * 2 / 256
+
 
 def reordered_master(bits: int | None, dtype: Any, weights: np.ndarray) -> np.ndarray:
     """REORDERED_MASTER of master weights, absolute."""

@@ -13,7 +13,7 @@ _EXAMPLE = re.compile(r"^(\s*)Example:$", re.MULTILINE)
 _DISPLAY = re.compile(r"^( *)\.\. math::((?:.*\n)(?:(?:\1 +.*)?\n)*)", re.MULTILINE)
 _INLINE = re.compile(r":math:`([^`]*)`")
 
-_ARGUMENTS = Path(__file__).parents[1] / "optax_lowmem/_src/optimizers/arguments.py"
+_ARGUMENTS = Path(__file__).parents[1] / "optax_lowmem/_src/optim/optimizers/arguments.py"
 _COMPLETED = runpy.run_path(str(_ARGUMENTS))["completed"]
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOLDED = {"style": "The style of the figures", "records": "Recorded numbers"}  # by tag
-EXAMPLES = {  # script -> a picture of docs/figures that it draws
-    "train_gpt": "demo", "train_llama": None, "finetune": None, "train_digits": None,
-}  # fmt: skip
+# script -> a picture of docs/figures that it draws
+EXAMPLES = {"train_gpt": "demo", "train_llama": None, "finetune": None}
 
 
 def fenced(text: str, language: str) -> str:

@@ -16,7 +16,7 @@ import optax
 
 import optax_lowmem as lowmem
 from benchmarks.peers import cases
-from optax_lowmem._src.optimizers.record import name_of
+from optax_lowmem._src.optim.optimizers.record import name_of
 
 KERNELS = ("xla", "pallas", "triton")  # `lowmem.step`'s implementations
 ROUNDINGS = ("nearest", "stochastic")

@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.peers import cases, device_loop, in_jax, in_torch
-from optax_lowmem._src.core import context
-from optax_lowmem._src.step import tuning
+from optax_lowmem._src.kernels import step_arguments
+from optax_lowmem._src.optim.step import tuning
 
 IN_TORCH = ["-m", "benchmarks.peers.in_torch"]
 IN_JAX = ["-m", "benchmarks.peers.processes"]
@@ -61,7 +61,7 @@ def measure(one: Job) -> dict[str, Any]:
 
     tuned = tuning.parse(one["tuned"]) if "tuned" in one else None
     try:
-        with context.stepping(tuning=tuned):
+        with step_arguments.stepping(tuning=tuned):
             made = in_jax.make(one["implementation"], one["leaf_set"], one["optimizer"])
             runner = device_loop.Runner(made, cases.LEAF_SETS[one["leaf_set"]](), steps)
         runner.start()

@@ -1,4 +1,4 @@
-"""Many seeds of examples/train_digits.py, `--together` of them in a program; see its --help too.
+"""SGD on a convnet of digits (benchmarks/convnet.py), `--together` seeds of it in a program.
 
 A record has the results of all seeds of a command.
 """
@@ -52,25 +52,25 @@ class Together(Trained):
         return Pair.of((plain[seed], ours[seed]) for seed in sorted(plain.keys() & ours.keys()))
 
 
-def train(impl: str, digits: Any, args: argparse.Namespace, together: int) -> Rows:
+def train(impl: str, digits: Any, args: argparse.Namespace) -> Rows:
     """Train from every seed; return the records."""
-    import train_digits
+    from benchmarks import convnet
 
-    tx = train_digits.optimizer(impl, args.steps)
-    run = train_digits.trainer(impl, tx, digits, args)
+    tx = convnet.optimizer(impl, args.steps)
+    run = convnet.trainer(impl, tx, digits, args)
 
     def one(seed: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return run(*train_digits.start(impl, tx, seed), jax.random.fold_in(jax.random.key(seed), 1))
+        return run(*convnet.start(impl, tx, seed), jax.random.fold_in(jax.random.key(seed), 1))
 
     compiled, found = jax.jit(jax.vmap(one)), []
     seeds = np.arange(args.seed, args.seed + args.seeds, dtype=np.uint32)
-    for some in np.split(seeds, range(together, len(seeds), together)):
+    for some in np.split(seeds, range(args.together, len(seeds), args.together)):
         began = time.perf_counter()
         found.append(np.stack(compiled(some)))
         seconds = time.perf_counter() - began
         print(f"{impl}, seeds {some[0]} to {some[-1]}: {found[-1].mean(1)} in {seconds:.1f} s",
               flush=True)  # fmt: skip
-    params, _ = jax.eval_shape(lambda: train_digits.start(impl, tx, np.uint32(0)))
+    params, _ = jax.eval_shape(lambda: convnet.start(impl, tx, np.uint32(0)))
     flags = {name: getattr(args, name) for name in ("steps", "batch", "compute", "implementation")}
     flags["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(params))
     both = dict(zip(UNITS, np.concatenate(found, 1).tolist(), strict=True))
@@ -78,15 +78,22 @@ def train(impl: str, digits: Any, args: argparse.Namespace, together: int) -> Ro
 
 
 def main(arguments: list[str] | None = None) -> None:
-    import train_digits
     from _gpt.arguments import compute_dtype, positive
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--together", type=positive, default=64, help="default: 64")
-    own, others = parser.parse_known_args(arguments)
-    args = train_digits.parse_arguments(others)
+    from benchmarks import convnet
+
+    parser = records.command_line(__doc__)
+    add = parser.add_argument
+    add("--steps", type=positive, default=STEPS, help=f"default: {STEPS}")
+    add("--batch", type=positive, default=32, help="images in a batch (default: 32)")
+    add("--seed", type=int, default=0, help="the first (default: 0)")
+    add("--seeds", type=positive, default=10, help="how many seeds to repeat over (default: 10)")
+    add("--together", type=positive, default=64, help="seeds in a program (default: 64)")
+    add("--compute", choices=("auto", "float32", "bfloat16"), default="auto",
+        help="dtype of products; auto: float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
+    args = parser.parse_args(arguments)
     # a step under vmap has no kernel
     args.compute, args.implementation = compute_dtype(args.compute), "xla"
-    digits = train_digits.load()
+    digits = convnet.load()
     for impl in (F32, OURS):
-        records.keep(train(impl, digits, args, own.together), args.record)
+        records.keep(train(impl, digits, args), args.record)

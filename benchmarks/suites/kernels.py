@@ -19,17 +19,17 @@ from benchmarks.claims import Ratios
 from benchmarks.peers import device_loop, in_jax
 from benchmarks.render import Rendered, Table
 from optax_lowmem import codecs
-from optax_lowmem._src.blocks import block_means, block_means_triton
-from optax_lowmem._src.codecs import group_codec, group_codec_triton
-from optax_lowmem._src.core.block import Factors
-from optax_lowmem._src.fp8_flow import kernels_triton as fp8
+from optax_lowmem._src.arrays.block import Factors
+from optax_lowmem._src.kernels import group_codec, group_codec_triton
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
-from optax_lowmem._src.noise import kernels as noise
-from optax_lowmem._src.noise import kernels_triton as noise_triton
-from optax_lowmem._src.noise.distributions import NOISES
-from optax_lowmem._src.noise.formats import FORMATS
-from optax_lowmem._src.quantized_matmul import E4M3, INT8
-from optax_lowmem._src.quantized_matmul import triton as matmul
+from optax_lowmem._src.layers.fp8_flow import kernels_triton as fp8
+from optax_lowmem._src.layers.noise import kernels as noise
+from optax_lowmem._src.layers.noise import kernels_triton as noise_triton
+from optax_lowmem._src.layers.noise.distributions import NOISES
+from optax_lowmem._src.layers.noise.formats import FORMATS
+from optax_lowmem._src.layers.quantized_matmul import E4M3, INT8
+from optax_lowmem._src.layers.quantized_matmul import triton as matmul
+from optax_lowmem._src.optim.blocks import block_means, block_means_triton
 from optax_lowmem.blocks import Block
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)

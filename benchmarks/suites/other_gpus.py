@@ -78,7 +78,7 @@ def compiled(name: str, capability: int) -> list[tuple[int, int, int]]:
     with (
         tempfile.TemporaryDirectory() as folder,
         triton_compiler.compiling(Path(folder), capability) as made,
-        mock.patch.object(platform, "no_device_reason", lambda: None),
+        mock.patch.object(platform, "no_gpu_reason", lambda: None),
         mock.patch.object(platform, "has_jax_triton", lambda: True),
         mock.patch.object(jax, "device_count", lambda: 1),
     ):

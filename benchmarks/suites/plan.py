@@ -180,7 +180,15 @@ def measured_bytes(case: Case) -> tuple[int, Any]:
 
 def planner_commit() -> str:
     """The last commit that changed the planner."""
-    words = ["git", "log", "-1", "--abbrev=10", "--format=%h", "--", "optax_lowmem/_src/memory"]
+    words = [
+        "git",
+        "log",
+        "-1",
+        "--abbrev=10",
+        "--format=%h",
+        "--",
+        "optax_lowmem/_src/training/memory",
+    ]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 

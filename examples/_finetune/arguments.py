@@ -1,15 +1,13 @@
 """The command line of finetune.py."""
 
 import argparse
-import contextlib
 import inspect
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from _gpt.arguments import positive
+from _gpt.arguments import number, positive
 from _llama.config import PLAIN, SPLIT
 from _llama.optimizer import NAMES, RATE_FACTORS
 
@@ -17,18 +15,6 @@ import optax_lowmem as lowmem
 from optax_lowmem import plan
 
 SCHEDULES = ("cosine", "linear", "constant")
-
-
-def number(limits: str, is_allowed: Callable[[Any], bool], kind: type = float) -> Callable:
-    """Return a type of argparse."""
-
-    def read(text: str) -> Any:
-        with contextlib.suppress(ValueError):
-            if is_allowed(value := kind(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"must be {limits}, got {text!r}")
-
-    return read
 
 
 def checked(read: Callable[[str], object], what: str = "") -> Callable[[str], str]:

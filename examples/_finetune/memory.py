@@ -54,12 +54,7 @@ def _free_bytes() -> int:
 def step_that_fits(
     compile_step: Callable[[int], Any], numbers: list[int], limit: int
 ) -> tuple[int | None, Any, int]:
-    """Compile a step with more and more micro-batches, until it fits.
-
-    Args:
-      compile_step: number of micro-batches -> the compiled step.
-      numbers: of micro-batches, ascending.
-      limit: bytes.
+    """Compile a step with more and more micro-batches, until its bytes are at most `limit`.
 
     Returns:
       (number, compiled step, its bytes); the number is None if the last does not fit either.

@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import difflib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,31 +16,20 @@ from _llama import choose, huggingface
 from _llama.config import FULL, Settings, Shape
 from _llama.model import LAYERS, Llama, Lora, Packed, leaf_path
 from _llama.optimizer import make_optimizer, weights_dtype
-from _llama.selection import frozen_by
 
 from optax_lowmem import plan
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A model and its optimizer.
-
-    Attributes:
-      args: the command line.
-      settings: of the run.
-      schedule: of the learning rate.
-      model: the decoder, with its adapters.
-      tx: the optimizer.
-      is_frozen: path of a weight -> whether it is not trained.
-      is_bf16: whether all weights of the folder are bf16.
-    """
+    """A model, with its adapters, and its optimizer; `is_bf16`: as are the folder's weights."""
 
     args: argparse.Namespace
     settings: Settings
     schedule: optax.Schedule
     model: Llama
     tx: optax.GradientTransformation
-    is_frozen: Callable[[str], bool]
+    is_frozen: Callable[[str], bool]  # path of a weight -> whether it is not trained
     is_bf16: bool
 
     @property
@@ -82,9 +73,10 @@ def make_setup(args: argparse.Namespace, shape: Shape, steps: int) -> Setup:
       ValueError: for layers of two kinds with gradient release, or a pattern that selects nothing.
     """
     settings = Settings(
-        args.model.name, args.optimizer, shape, args.sequence, args.batch, steps, args.lr,
-        text=str(args.data), remat=FULL, compute=compute_dtype(args.compute), seed=args.seed,
-        clip=args.clip, implementation=args.implementation, release=args.release,
+        preset=args.model.name, optimizer=args.optimizer, shape=shape, sequence=args.sequence,
+        batch=args.batch, steps=steps, learning_rate=args.lr, text=str(args.data), remat=FULL,
+        compute=compute_dtype(args.compute), seed=args.seed, clip=args.clip,
+        implementation=args.implementation, release=args.release,
         offload="pinned_host" if args.offload else None,
     )  # fmt: skip
     lora = Lora(plan.lora_names(args.lora), args.rank, args.alpha) if args.lora else None
@@ -98,8 +90,36 @@ def make_setup(args: argparse.Namespace, shape: Shape, steps: int) -> Setup:
         is_frozen = of_stacks
     else:
         model = dataclasses.replace(model, stacked=False)
-    is_bf16 = huggingface.in_bf16(args.model)
+    is_bf16 = {t.dtype.name for t in huggingface.tensors_of(args.model).values()} == {"bfloat16"}
     return Setup(args, settings, schedule, model, tx, is_frozen, is_bf16)
+
+
+def paths_of(model: Llama) -> list[str]:
+    """Return the paths of the parameters of a model without adapters, with layers apart."""
+    apart = dataclasses.replace(model, stacked=False, lora=None)
+    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(apart.weights, jax.random.key(0)))
+    return [leaf_path(keys) for keys, _ in leaves]
+
+
+def frozen_by(pattern: str, model: Llama) -> Callable[[str], bool]:
+    """Return a function of a path, such as `layers/0/mlp/up_proj/kernel`: is the pattern in it?
+
+    Raises:
+      ValueError: if the pattern is none, or matches no parameter of the model, or all of them.
+    """
+    try:
+        search = re.compile(pattern).search
+    except re.error as error:
+        raise ValueError(f"--freeze {pattern!r} is no regular expression: {error}") from None
+    paths = paths_of(model)
+    matched = [path for path in paths if search(path)]
+    if not matched:
+        names = [*{name: None for path in paths for name in path.split("/")}, *paths]
+        near = ", ".join(difflib.get_close_matches(pattern, names, 3)) or ", ".join(paths[:3])
+        raise ValueError(f"--freeze {pattern!r} matches no parameter; near it are: {near}")
+    if len(matched) == len(paths):
+        raise ValueError(f"--freeze {pattern!r} matches every parameter: nothing would be trained")
+    return lambda path: search(path) is not None
 
 
 def stacked(is_frozen: Callable[[str], bool], model: Llama) -> Callable[[str], bool] | None:
@@ -107,12 +127,9 @@ def stacked(is_frozen: Callable[[str], bool], model: Llama) -> Callable[[str], b
 
     With stacks, a step of many layers compiles as fast as one of a few.
     """
-    like = jax.eval_shape(dataclasses.replace(model, lora=None).weights, jax.random.key(0))
-    frozen = {}
-    for keys, _ in jax.tree_util.tree_leaves_with_path(like):
-        path, numbers = leaf_path(keys), range(model.shape.layers)
-        of_layers = {is_frozen(path.replace(LAYERS, f"{LAYERS}/{i}", 1)) for i in numbers}
-        if len(of_layers) > 1:
+    frozen: dict[str, bool] = {}
+    for path in paths_of(model):
+        of_stack = re.sub(rf"^{LAYERS}/\d+/", f"{LAYERS}/", path)
+        if frozen.setdefault(of_stack, is_frozen(path)) != is_frozen(path):
             return None
-        frozen[path] = of_layers.pop()
     return frozen.__getitem__

@@ -1,1 +1,1 @@
-"""The parts of `train_gpt.py`, some of which `train_digits.py` and `train_llama.py` share."""
+"""The parts of `train_gpt.py`, some of which `train_llama.py` and `finetune.py` share."""

@@ -1,6 +1,8 @@
 """Command-line options, exit codes and the progress bar that the examples share."""
 
 import argparse
+import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -8,13 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich import progress as bars
 
 OUT_OF_MEMORY, INTERRUPTED = 3, 130  # exit codes
 
@@ -41,12 +37,19 @@ def out_of_memory_message(error: jax.errors.JaxRuntimeError, offload: str | bool
     return message
 
 
-def positive(text: str) -> int:
-    """An integer of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def number(limits: str, is_allowed: Callable[[Any], bool], kind: type = float) -> Callable:
+    """Return a type of argparse."""
+
+    def read(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if is_allowed(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {limits}, got {text!r}")
+
+    return read
+
+
+positive = number("at least 1", lambda x: x >= 1, int)
 
 
 def preset_values(presets: Mapping[str, Any], name: str) -> str:
@@ -76,6 +79,12 @@ def add_common(add: Callable[..., object]) -> None:
     add("--record", type=Path, metavar="FILE", help="append benchmark records (JSON lines)")
 
 
+def changed(preset: Any, kind: type, given: Mapping[str, Any]) -> Any:
+    """Return the settings of a run: a preset's, but for those that are given and not None."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return kind(**vars(preset) | {k: x for k, x in given.items() if k in names and x is not None})
+
+
 def compute_dtype(chosen: str) -> str:
     """The dtype that `--compute` means on this machine."""
     if chosen != "auto":
@@ -91,7 +100,8 @@ def records_of_examples() -> Any:
     return example_records
 
 
-def progress_bar(title: str, **more: Any) -> Progress:
+def progress_bar(title: str, **more: Any) -> bars.Progress:
     """Return a bar with a title, and after it the field `now` of its task."""
-    left, right = TextColumn(title), TextColumn("{task.fields[now]}")
-    return Progress(left, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), right, **more)
+    left, right = bars.TextColumn(title), bars.TextColumn("{task.fields[now]}")
+    columns = (bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn())
+    return bars.Progress(left, *columns, right, **more)

@@ -50,19 +50,14 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def matrices(params: Any) -> Any:
-    """The weight decay's mask: matrices decay, the norms' scales do not."""
-    return jax.tree.map(lambda p: p.ndim > 1, params)
-
-
 def hidden(params: Any) -> Any:
-    """Muon's matrices: all but embeddings, which also are the output head."""
+    """Muon's matrices: all but embeddings and output heads, and in stacks those of each layer."""
 
-    def axes(path: Any, p: Any) -> Any:
-        embeds = "embed" in jax.tree_util.keystr(path)
-        return optax.contrib.MuonDimensionNumbers() if p.ndim == 2 and not embeds else None
+    def axes(path: Any, is_matrix: bool) -> Any:
+        at_ends = any(name in jax.tree_util.keystr(path) for name in ("embed", "lm_head"))
+        return optax.contrib.MuonDimensionNumbers(-2, -1) if is_matrix and not at_ends else None
 
-    return jax.tree_util.tree_map_with_path(axes, params)
+    return jax.tree_util.tree_map_with_path(axes, lowmem.blocks.decay_mask(params))
 
 
 def warmup_cosine(peak: float, steps: int) -> optax.Schedule:
@@ -89,17 +84,17 @@ class OptimizerPair:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _compressed(plain: Factory, **slots: str) -> Factory:
-    """Any optax optimizer with 8-bit slots and split master weights."""
+def _compressed(plain: Factory, arguments: Mapping[str, Any], **slots: str) -> OptimizerPair:
+    """Any optax optimizer, and the same with 8-bit slots and split master weights."""
 
-    def factory(learning_rate: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
+    def make(learning_rate: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
         inner = lowmem.compress_state(plain(learning_rate, **arguments), **slots)
         return lowmem.split_master_weights(inner)
 
-    return factory
+    return OptimizerPair(plain, make, arguments=arguments)
 
 
-_DECAYED = {"weight_decay": 0.1, "mask": matrices}
+_DECAYED = {"weight_decay": 0.1, "mask": lowmem.blocks.decay_mask}
 _ADAM = {"b1": 0.9, "b2": 0.99}  # 0.99: few tokens in a batch
 # what an optimizer has of its own
 _ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -118,36 +113,17 @@ def pair_of(record: Any) -> OptimizerPair:
 
 OPTIMIZERS: dict[str, OptimizerPair] = {
     **{record.short_name: pair_of(record) for record in lowmem.OPTIMIZERS.values()},
-    "nadamw": OptimizerPair(
-        optax.nadamw,
-        _compressed(optax.nadamw, mu="int8", nu="int8"),
-        1.0,
-        _ADAM | _DECAYED,
-    ),
-    "adan": OptimizerPair(
-        optax.adan,
-        _compressed(optax.adan, m="int8", v="int8", n="int8"),
-        1.0,
-        {"weight_decay": 0.02},
-    ),
+    "nadamw": _compressed(optax.nadamw, _ADAM | _DECAYED, mu="int8", nu="int8"),
+    "adan": _compressed(optax.adan, {"weight_decay": 0.02}, m="int8", v="int8", n="int8"),
 }
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A run: the preset with the command line's changes."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(Preset):
+    """A run: a preset with the command line's changes."""
 
     preset: str
     optimizer: str
-    shape: ModelShape
-    context: int
-    batch: int
-    steps: int
-    learning_rate: float
-    tokenizer: str
-    vocab: int
-    text: str
-    held_out_batches: int
     compute: str
     implementation: str = "auto"
 

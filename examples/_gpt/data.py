@@ -49,7 +49,7 @@ class Tokens:
 
 def standard_library() -> Files:
     """The standard library's sources."""
-    return _sources_under(Path(sysconfig.get_paths()["stdlib"]))
+    return sorted(_found(_roots()[:1]).items())
 
 
 def installed_sources() -> Files:
@@ -57,7 +57,7 @@ def installed_sources() -> Files:
 
     More than that, and a hash of the names chooses the files.
     """
-    found = dict(file for root in _roots() for file in _sources_under(root))
+    found = _found(_roots())
     chosen, size = [], 0
     for name in sorted(found, key=lambda name: _hash(name)[1:]):  # the first byte holds out
         size += found[name].stat().st_size
@@ -69,15 +69,7 @@ def installed_sources() -> Files:
 
 def all_sources() -> Files:
     """Every source, header and page of documentation there, tests included; each content once."""
-    found: dict[str, Path] = {}
-    for root in _roots():
-        for name, path in _files_under(root):
-            if (
-                name.endswith(_SUFFIXES)
-                and not _TABLES.intersection(path.relative_to(root).parts)
-                and path.stat().st_size <= _LARGEST_FILE
-            ):
-                found.setdefault(name, path)
+    found = _found(_roots(), _SUFFIXES, _TABLES)
     once = {hashlib.sha256(path.read_bytes()).digest(): name for name, path in found.items()}
     return sorted((name, found[name]) for name in once.values())
 
@@ -89,22 +81,27 @@ def _roots() -> list[Path]:
     return list(dict.fromkeys(Path(paths[name]).resolve() for name in names))
 
 
+def _found(
+    roots: list[Path],
+    suffixes: tuple[str, ...] = (".py",),
+    skipped: frozenset[str] = _SKIPPED_FOLDERS,
+) -> dict[str, Path]:
+    """Return the files with such names, by name; of equal names that below the first root."""
+    found: dict[str, Path] = {}
+    for root in roots:
+        for name, path in _files_under(root):
+            skips = skipped.intersection(path.relative_to(root).parts)
+            if name.endswith(suffixes) and not skips and path.stat().st_size <= _LARGEST_FILE:
+                found.setdefault(name, path)
+    return found
+
+
 # Name -> what a record calls the text, and its files.
 TEXTS: dict[str, tuple[str, Callable[[], Files]]] = {
     "standard-library": ("Python's standard library", standard_library),
     "installed": ("installed Python sources", installed_sources),
     "all-sources": ("all sources and documentation of installed packages", all_sources),
 }
-
-
-def _sources_under(root: Path) -> Files:
-    return [
-        (name, path)
-        for name, path in _files_under(root)
-        if name.endswith(".py")
-        and not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
-        and path.stat().st_size <= _LARGEST_FILE
-    ]
 
 
 def _files_under(root: Path) -> Files:
@@ -124,43 +121,34 @@ def _hash(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def _is_held_out(name: str) -> bool:
-    return _hash(name)[0] < _HELD_OUT_OF_256
-
-
 def load_corpus(data: Path | None = None, text: str = "standard-library") -> Corpus:
     """Reads `data` (a file or a folder of text), or one of TEXTS when it is None.
 
     A twentieth is held out: whole files, chosen by a hash of their relative names, so that the
     choice does not depend on the machine; of a single file, its end.
     """
-    source, texts = read_texts(data, text)
+    if data is None:
+        source, files = TEXTS[text]
+        named = files()
+    elif data.exists():
+        source, named = str(data), _files_under(data) if data.is_dir() else [(data.name, data)]
+    else:
+        raise SystemExit(f"--data {data}: no such file or folder")
+    contents = ((name, path.read_bytes()) for name, path in named)
+    texts = [(name, content) for name, content in contents if _is_text(content)]
     if not texts:
         raise SystemExit(
             f"{source}: no UTF-8 text found; pass --data with a file or folder of text"
         )
-    held_out = _SEPARATOR.join(text for name, text in texts if _is_held_out(name))
-    train = _SEPARATOR.join(text for name, text in texts if not _is_held_out(name))
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    for name, content in texts:
+        parts[_hash(name)[0] < _HELD_OUT_OF_256].append(content)
+    train, held_out = (_SEPARATOR.join(parts[out]) for out in (False, True))
     if not (train and held_out):
         whole = train or held_out
         cut = len(whole) * (256 - _HELD_OUT_OF_256) // 256
         train, held_out = whole[:cut], whole[cut:]
     return Corpus(train, held_out, source, len(texts))
-
-
-def read_texts(data: Path | None, text: str) -> tuple[str, list[tuple[str, bytes]]]:
-    """Return what a record calls the text, and the names and contents of its files."""
-    if data is None:
-        source, files = TEXTS[text]
-        named = files()
-    elif data.is_dir():
-        named, source = _files_under(data), str(data)
-    elif data.is_file():
-        named, source = [(data.name, data)], str(data)
-    else:
-        raise SystemExit(f"--data {data}: no such file or folder")
-    contents = ((name, path.read_bytes()) for name, path in named)
-    return source, [(name, content) for name, content in contents if _is_text(content)]
 
 
 def byte_tokens(corpus: Corpus) -> Tokens:

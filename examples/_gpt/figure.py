@@ -17,33 +17,19 @@ _COLOURS = {F32: "#D55E00", LOWMEM: BLUE}
 _NAMES = {F32: "optax, f32", LOWMEM: "optax_lowmem"}
 # A slot and its scales share a hue; slots not named here take the spare ones in turn.
 _SLOT_COLOURS = {
-    "weights": "#0072B2",
-    "gradients": "#CC79A7",
-    "correction": "#56B4E9",
-    "mu": "#E69F00",
-    "nu": "#009E73",
-    "trace": "#E69F00",
-}
+    "weights": "#0072B2", "gradients": "#CC79A7", "correction": "#56B4E9",
+    "mu": "#E69F00", "nu": "#009E73", "trace": "#E69F00",
+}  # fmt: skip
 _SPARE = ("#E69F00", "#009E73", "#F0E442", "#999999")
 _REACH = 0.5  # % of the loss: the least that the axis of differences spans
 STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 12,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": "#c8ced6",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
-    "grid.color": "#e6e9ee",
-    "legend.frameon": False,
-}
+    "font.family": "DejaVu Sans", "font.size": 12, "text.color": _INK,
+    "axes.labelcolor": _INK, "axes.edgecolor": "#c8ced6",
+    "axes.spines.top": False, "axes.spines.right": False,
+    "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "xtick.color": GREY, "ytick.color": GREY, "xtick.labelcolor": _INK, "ytick.labelcolor": _INK,
+    "grid.color": "#e6e9ee", "legend.frameon": False,
+}  # fmt: skip
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
@@ -76,7 +62,7 @@ def _message(result: dict[str, Any]) -> str:
     if len(runs) < 2:
         return f"{model}, {result['data']['source']}"
     share = runs[LOWMEM]["bytes_per_param"]["total"] / runs[F32]["bytes_per_param"]["total"]
-    over = 100 * (runs[LOWMEM]["val_loss"] / runs[F32]["val_loss"] - 1)
+    over = result["difference"]["percent"]
     return f"{share:.0%} of the bytes per parameter, loss {over:+.2f} %: {model}"
 
 
@@ -92,16 +78,9 @@ def _draw_curves(axes: plt.Axes, result: dict[str, Any]) -> None:
         ours = impl == LOWMEM
         steps, losses = _curves(run)
         # The wide line beneath and the thin one on top stay visible where they coincide.
-        axes.plot(
-            steps,
-            losses.mean(0),
-            color=_COLOURS[impl],
-            lw=1.6 if ours else 5,
-            marker="o" if ours else None,
-            ms=4,
-            solid_capstyle="round",
-            label=f"{_NAMES[impl]}: {run['val_loss']:.4f}",
-        )
+        axes.plot(steps, losses.mean(0), color=_COLOURS[impl], lw=1.6 if ours else 5,
+                  marker="o" if ours else None, ms=4, solid_capstyle="round",
+                  label=f"{_NAMES[impl]}: {run['val_loss']:.4f}")  # fmt: skip
     seeds = len(result["seeds"])
     mean = f", mean of {seeds} seeds" if seeds > 1 else ""
     axes.set_title(f"Held-out loss, nats per {unit}{mean}")

@@ -1,9 +1,10 @@
 """Summary of the measurements of runs, and the table of it."""
 
 import dataclasses
+import functools
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from .config import Settings
 from .train import F32, LOWMEM, Run
 
 LABELS = {F32: "f32", LOWMEM: "low memory"}
+_OF_PROGRAM = ("compile_s", "peak_bytes", "parameters")
 
 
 def run_numbers(run: Run, settings: Settings) -> dict[str, Any]:
@@ -25,10 +27,7 @@ def run_numbers(run: Run, settings: Settings) -> dict[str, Any]:
         "train_loss": run.train_loss,
         "step_ms": 1e3 * run.step_s,
         "tokens_per_s": settings.batch * settings.context / run.step_s,
-        "compile_s": run.program.compile_s,
-        "peak_bytes": run.program.peak_bytes,
-        "parameters": run.program.parameters,
-        "bytes_by_slot": run.program.bytes_by_slot,
+        **{name: getattr(run.program, name) for name in (*_OF_PROGRAM, "bytes_by_slot")},
     }
 
 
@@ -62,18 +61,15 @@ def summarise(
 
 def _over_seeds(runs: list[dict[str, Any]]) -> dict[str, Any]:
     loss, error = mean_and_error([run["val_loss"] for run in runs])
+    medians = {name: np.median([run[name] for run in runs]) for name in ("step_ms", "tokens_per_s")}
     first = runs[0]
+    sizes = {slot: size / first["parameters"] for slot, size in first["bytes_by_slot"].items()}
     return {
         "val_loss": loss,
         "val_loss_standard_error": error,
-        "step_ms": float(np.median([run["step_ms"] for run in runs])),
-        "tokens_per_s": float(np.median([run["tokens_per_s"] for run in runs])),
-        "compile_s": first["compile_s"],
-        "peak_bytes": first["peak_bytes"],
-        "parameters": first["parameters"],
-        "bytes_per_param": {
-            slot: size / first["parameters"] for slot, size in first["bytes_by_slot"].items()
-        },
+        **{name: float(value) for name, value in medians.items()},
+        **{name: first[name] for name in _OF_PROGRAM},
+        "bytes_per_param": sizes,
         "by_seed": runs,
     }
 
@@ -85,8 +81,22 @@ def table(result: dict[str, Any]) -> Table:
     shown.add_column("")
     for impl in runs:
         shown.add_column(LABELS[impl], justify="right")
-    row = _row_adder(shown, runs)
-    row("validation loss, nats a token", _loss)
+
+    def row(name: str, cell: Callable[[dict[str, Any]], str], end: bool = False) -> None:
+        shown.add_row(name, *map(cell, runs.values()), end_section=end)
+
+    def loss(run: dict[str, Any]) -> str:
+        error = run["val_loss_standard_error"]
+        return f"{run['val_loss']:.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+    def size(run: dict[str, Any], slot: str) -> str:
+        sizes = run["bytes_per_param"]
+        return f"{sizes[slot]:.3f}" if slot in sizes else "-"
+
+    def megabytes(run: dict[str, Any]) -> str:
+        return f"[bold]{run['bytes_per_param']['total'] * run['parameters'] / 1e6:,.1f}"
+
+    row("validation loss, nats a token", loss)
     if settings["tokenizer"] == "bpe":
         per_token = result["data"]["bytes_per_token"]
         row("validation loss, nats a byte", lambda r: f"{r['val_loss'] / per_token:.4f}")
@@ -97,32 +107,12 @@ def table(result: dict[str, Any]) -> Table:
     slots = [slot for slot in slots if slot not in ("counters", "total")]
     for slot in slots:
         name = f"{slot}, bytes per parameter" if slot == slots[0] else slot
-        row(name, lambda r, slot=slot: _bytes(r["bytes_per_param"], slot), end=slot == slots[-1])
-    row("[bold]total", lambda r: f"[bold]{r['bytes_per_param']['total']:.3f}")
-    row("[bold]total, MB", lambda r: f"[bold]{_megabytes(r):,.1f}", end=True)
+        row(name, functools.partial(size, slot=slot), end=slot == slots[-1])
+    row("[bold]total", lambda run: f"[bold]{size(run, 'total')}")
+    row("[bold]total, MB", megabytes, end=True)
     if settings["compute"] == "bfloat16":  # else the step also holds f32 copies of bf16 weights
         row("a step's peak with activations, MB", lambda r: f"{r['peak_bytes'] / 1e6:,.1f}")
     return shown
-
-
-def _row_adder(shown: Table, runs: dict[str, Any]):
-    def add(name: str, cell, end: bool = False) -> None:
-        shown.add_row(name, *(cell(run) for run in runs.values()), end_section=end)
-
-    return add
-
-
-def _loss(run: dict[str, Any]) -> str:
-    error = run["val_loss_standard_error"]
-    return f"{run['val_loss']:.4f}" + ("" if error is None else f" ± {error:.4f}")
-
-
-def _bytes(sizes: dict[str, float], slot: str) -> str:
-    return f"{sizes[slot]:.3f}" if slot in sizes else "-"
-
-
-def _megabytes(run: dict[str, Any]) -> float:
-    return run["bytes_per_param"]["total"] * run["parameters"] / 1e6
 
 
 def conclusion(result: dict[str, Any]) -> str:

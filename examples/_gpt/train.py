@@ -156,15 +156,10 @@ def compile_program(impl: str, settings: Settings, vocab: int) -> Program:
     tokens = jax.ShapeDtypeStruct((settings.batch, settings.context + 1), np.int32)
     begin = time.perf_counter()
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, tokens).compile()
-    return Program(
-        start,
-        compiled,
-        jax.jit(loss),
-        time.perf_counter() - begin,
-        planned_bytes(compiled),
-        sum(p.size for p in jax.tree.leaves(params)),
-        bytes_by_slot(tx, params),
-    )
+    compile_s = time.perf_counter() - begin
+    sizes, parameters = bytes_by_slot(tx, params), sum(p.size for p in jax.tree.leaves(params))
+    peak_bytes = planned_bytes(compiled)
+    return Program(start, compiled, jax.jit(loss), compile_s, peak_bytes, parameters, sizes)
 
 
 def planned_bytes(compiled: jax.stages.Compiled) -> int:
@@ -185,8 +180,11 @@ def bytes_by_slot(tx: optax.GradientTransformation, params: Any) -> dict[str, in
 
 def train(
     runs: dict[str, Run], settings: Settings, tokens: data.Tokens, seed: int
-) -> Iterator[int]:
-    """Trains the runs on the same batches in the same order, yielding the steps done."""
+) -> Iterator[tuple[int, bool]]:
+    """Trains the runs on the same batches in the same order.
+
+    Yields the number of steps done, and whether the runs were validated after them.
+    """
     held_out = data.held_out_batches(
         tokens.held_out, settings.batch, settings.context, settings.held_out_batches
     )
@@ -203,7 +201,8 @@ def train(
         for run in runs.values():
             run.advance(batches)
         done = until
-        if done == settings.steps or done % every == 0:
+        is_validated = done == settings.steps or done % every == 0
+        if is_validated:
             for run in runs.values():
                 run.validate(done, held_out)
-        yield done
+        yield done, is_validated

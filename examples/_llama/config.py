@@ -41,49 +41,30 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder: Llama, and what Mistral, Qwen and Gemma add to it.
-
-    Attributes:
-      hidden: width of the MLP.
-      kv_heads: heads of keys and values; each serves heads / kv_heads queries.
-      rope: base of the rotary frequencies.
-      tied: whether the output head is the embedding.
-      head: width of a head; None: width / heads.
-      epsilon: of the norms.
-      scaling: of the rotary frequencies.
-      bias: whether queries, keys and values have biases (Qwen2).
-      head_norms: whether queries and keys are normalized (Qwen3, Gemma 3).
-      gemma: norms with scale 1 + w, before and after attention and MLP; GELU; a scaled embedding.
-      query_scale: factor of the attention scores; None: head^-0.5.
-      score_cap: c replaces scores s by c tanh(s / c).
-      logit_cap: likewise, of the logits.
-      window: positions that a sliding layer attends to.
-      sliding: which layers slide; empty: none.
-      local_rope: base of the rotary frequencies of sliding layers; None: as others.
-      local_scaling: of these.
-    """
+    """A decoder: Llama, and what Mistral, Qwen and Gemma add to it."""
 
     layers: int
     width: int
-    hidden: int
+    hidden: int  # width of the MLP
     heads: int
-    kv_heads: int
+    kv_heads: int  # heads of keys and values; each serves heads / kv_heads queries
     vocab: int
-    rope: float = 10_000.0
-    tied: bool = False
-    head: int | None = None
-    epsilon: float = 1e-6
-    scaling: RopeScaling | None = None
-    bias: bool = False
-    head_norms: bool = False
+    rope: float = 10_000.0  # base of the rotary frequencies
+    tied: bool = False  # whether the output head is the embedding
+    head: int | None = None  # width of a head; None: width / heads
+    epsilon: float = 1e-6  # of the norms
+    scaling: RopeScaling | None = None  # of the rotary frequencies
+    bias: bool = False  # whether queries, keys and values have biases (Qwen2)
+    head_norms: bool = False  # whether queries and keys are normalized (Qwen3, Gemma 3)
+    # norms with scale 1 + w, before and after attention and MLP; GELU; a scaled embedding
     gemma: bool = False
-    query_scale: float | None = None
-    score_cap: float | None = None
-    logit_cap: float | None = None
-    window: int = 0
-    sliding: tuple[bool, ...] = ()
-    local_rope: float | None = None
-    local_scaling: RopeScaling | None = None
+    query_scale: float | None = None  # factor of the attention scores; None: head^-0.5
+    score_cap: float | None = None  # c replaces scores s by c tanh(s / c)
+    logit_cap: float | None = None  # likewise, of the logits
+    window: int = 0  # positions that a sliding layer attends to
+    sliding: tuple[bool, ...] = ()  # which layers slide; empty: none
+    local_rope: float | None = None  # base of the frequencies of sliding layers; None: as others
+    local_scaling: RopeScaling | None = None  # of these
 
     @property
     def head_width(self) -> int:
@@ -134,19 +115,12 @@ PRESETS: dict[str, Preset] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A run: the preset with the command line's changes."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(Preset):
+    """A run: a preset with the command line's changes."""
 
     preset: str
     optimizer: str
-    shape: Shape
-    sequence: int
-    batch: int
-    steps: int
-    learning_rate: float
-    text: str
-    remat: str
     compute: str
     seed: int
     clip: float = 1.0

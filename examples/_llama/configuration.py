@@ -86,11 +86,7 @@ def looks_like(file: Path) -> str:
 
 
 def read_json(file: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-      ValueError: that says what else the file is.
-    """
+    """Return the content of a JSON file, or raise a ValueError that says what else the file is."""
     try:
         return json.loads(file.read_text("utf-8"))
     except ValueError as error:
@@ -110,10 +106,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def shape_of(config: Mapping[str, Any], file: Path | str = CONFIG) -> Shape:
     """Return the shape of a configuration, with the meaning that transformers gives its keys.
-
-    Args:
-      config: content of a `config.json`.
-      file: for errors.
 
     Raises:
       ValueError: for another architecture, or for keys that the model code does not compute.

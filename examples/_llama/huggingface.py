@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes  # numpy's bfloat16, by name
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors import SafetensorError, safe_open
@@ -57,7 +58,10 @@ def file_name(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A tensor of a file: a parameter, or what a stack of parameters has of one layer."""
+    """A tensor of a file: a parameter, or what a stack of parameters has of one layer.
+
+    `name` and `shape` are those in the file.
+    """
 
     path: str
     index: int | None
@@ -65,12 +69,10 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Name in the file."""
         return file_name(self.path)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape in the file."""
         shape = tuple(self.leaf.shape if self.index is None else self.leaf.shape[1:])
         return shape[::-1] if self.path.endswith(_TRANSPOSED) else shape
 
@@ -148,18 +150,8 @@ def _tensors(file: Path) -> Iterator[Tensor]:
         raise ValueError(f"{file} is no safetensors file ({error}); {looks_like(file)}") from None
 
 
-def in_bf16(folder: Path) -> bool:
-    """Return whether all weights of a folder are stored in bf16."""
-    return all(tensor.dtype == ml_dtypes.bfloat16 for tensor in tensors_of(folder).values())
-
-
 def read_shape(folder: Path, say: Callable[[str], Any] = warnings.warn) -> Shape:
-    """Return the shape of a folder's model.
-
-    Args:
-      folder: of the model.
-      say: told if the head is not the embedding, though the configuration says so.
-    """
+    """Return the shape of a folder's model, and `say` if its head differs from a tied embedding."""
     shape, tensors = shape_of(read_config(folder), folder / CONFIG), tensors_of(folder)
     if (folder / ADAPTER_CONFIG).exists():
         raise ValueError(f"{folder} has {ADAPTER_CONFIG}: merge its adapters, or remove the file")
@@ -190,11 +182,11 @@ def _of_stack(name: str) -> str:
 def load(
     folder: Path, model: Llama, dtype: Callable[[str], Any] | None = None, shardings: Any = None
 ) -> dict[str, Any]:
-    """Return the weights of a folder.
+    """Return the weights of a folder; adapters are not in the folder, nor in the result.
 
     Args:
       folder: with `config.json` and safetensors.
-      model: of the folder's shape; adapters are not in the folder, nor in the result.
+      model: of the folder's shape.
       dtype: of the weight at each path; None: the file's.
       shardings: of the result; None: the default device.
 
@@ -238,23 +230,22 @@ def _check(folder: Path, model: Llama, like: Any, tensors: Mapping[str, Tensor])
     wanted = {part.name: part.shape for part in parts(like)}
     known = {"lm_head.weight"} if model.shape.tied else set()  # some files repeat the embedding
     extra = [n for n in tensors if n not in wanted and n not in known and "inv_freq" not in n]
-    shapes = {n: tensors[n].shape for n in wanted if n in tensors}
     unlike = {
         "missing": [name for name in wanted if name not in tensors],
         "unexpected": extra,
         "of another shape": [
-            f"{name} {list(shape)}, not {list(wanted[name])}"
-            for name, shape in shapes.items()
-            if shape != wanted[name]
+            f"{name} {list(tensors[name].shape)}, not {list(shape)}"
+            for name, shape in wanted.items()
+            if name in tensors and tensors[name].shape != shape
         ],
     }
+
+    def some(names: list[str]) -> str:
+        return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
     if any(unlike.values()):
-        lists = "; ".join(f"{len(n)} {what}: {_some(n)}" for what, n in unlike.items() if n)
+        lists = "; ".join(f"{len(n)} {what}: {some(n)}" for what, n in unlike.items() if n)
         raise ValueError(f"the tensors of {folder} do not fit its {CONFIG}: {lists}")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -266,12 +257,14 @@ _TEMPLATES = "additional_chat_templates"  # a folder
 def save(folder: Path, source: Path, model: Llama, trained: Any, dtype: Any = None) -> None:
     """Write a folder that transformers loads: a source folder with trained weights.
 
+    Configuration, tokenizer and weights that were not trained are copied from `source`. Adapters
+    are merged in f32. A model in `folder` is replaced once the new one is complete.
+
     Args:
-      folder: to write; a model that is there is replaced once the new one is complete.
-      source: folder of the model that was loaded. Configuration and tokenizer are copied, and
-        weights that were not trained, bit by bit.
+      folder: to write.
+      source: folder of the model that was loaded.
       model: the model.
-      trained: its trained weights, or if it has adapters, these, which are merged in f32.
+      trained: its trained weights, or its adapters.
       dtype: of trained weights in the file; None: that of the source.
 
     Raises:
@@ -282,17 +275,19 @@ def save(folder: Path, source: Path, model: Llama, trained: Any, dtype: Any = No
     changed = {part.name: part for part in parts(trained)}
     lora = model.lora and model.lora.alpha / model.lora.rank
 
+    def adapter(name: str, letter: str) -> str:
+        return name.replace(".weight", f".lora_{letter}.weight")
+
     def kind(name: str) -> np.dtype:
-        of_adapter = lora is not None and name.replace(".weight", ".lora_A.weight") in changed
-        return jnp.dtype(dtype) if dtype and (name in changed or of_adapter) else stored[name].dtype
+        trains = name in changed or adapter(name, "A") in changed
+        return jnp.dtype(dtype) if dtype and trains else stored[name].dtype
 
     def array(name: str) -> np.ndarray:
         if name in changed:
             value = changed[name].read()
-        elif (first := name.replace(".weight", ".lora_A.weight")) in changed:
-            a, b = changed[first].read(), changed[first.replace("lora_A", "lora_B")].read()
-            more = np.float32(lora) * (b.astype(np.float32) @ a.astype(np.float32))
-            value = stored[name].read().astype(np.float32) + more
+        elif adapter(name, "A") in changed:
+            a, b = (changed[adapter(name, of)].read().astype(np.float32) for of in "AB")
+            value = stored[name].read().astype(np.float32) + np.float32(lora) * (b @ a)
         else:
             return stored[name].read()
         with np.errstate(over="ignore"):
@@ -304,32 +299,17 @@ def save(folder: Path, source: Path, model: Llama, trained: Any, dtype: Any = No
     plain = dataclasses.replace(model, lora=None)
     like = parts(jax.eval_shape(plain.weights, jax.random.key(0)))
     sizes = {part.name: math.prod(part.shape) * kind(part.name).itemsize for part in like}
-    shards = _shards(sizes)
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=lambda size: size, max_shard_size=_SHARD_BYTES,
+        filename_pattern="model{suffix}.safetensors",
+    )  # fmt: skip
     with _in_place_of(folder, source, sum(sizes.values())) as fresh:
         _copy(source, fresh, model, {kind(name).name for name in sizes})
-        for i, names in enumerate(shards, 1):
-            file = WEIGHTS if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
+        for file, names in split.filename_to_tensors.items():
             save_file({name: array(name) for name in names}, fresh / file, {"format": "pt"})
-        if len(shards) > 1:
-            files = sorted(file.name for file in fresh.glob("model-*.safetensors"))
-            index = {
-                "metadata": {"total_size": sum(sizes.values())},
-                "weight_map": {n: file for file, ns in zip(files, shards, strict=True) for n in ns},
-            }
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (fresh / INDEX).write_text(json.dumps(index, indent=2), "utf-8")
-
-
-def _shards(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Divide tensors into files."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, one in sizes.items():
-        if shards[-1] and size + one > _SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += one
-    return shards
 
 
 def _copy(source: Path, folder: Path, model: Llama, dtypes: set[str]) -> None:
@@ -349,14 +329,7 @@ def _copy(source: Path, folder: Path, model: Llama, dtypes: set[str]) -> None:
 
 
 def save_adapters(folder: Path, source: Path, model: Llama, adapters: Any) -> None:
-    """Write adapters as PEFT does.
-
-    Args:
-      folder: to write.
-      source: folder of the model that they adapt.
-      model: the model, with adapters.
-      adapters: their weights.
-    """
+    """Write the adapters of a model as PEFT does; `source` is the folder that they adapt."""
     lora = model.lora
     assert lora is not None
     config = {

@@ -22,17 +22,11 @@ LAYERS = "layers"  # the parameters of layers: with the layers on axis 0, or a l
 
 
 class Packed(NamedTuple):
-    """A batch of several texts per row, which do not see each other.
+    """A batch of several texts per row, which do not see each other."""
 
-    Attributes:
-      tokens: [batch, length + 1].
-      segments: [batch, length + 1], the number of each token's text.
-      weights: [batch, length], of the loss of tokens 1, 2, ...: the loss is the weighted sum.
-    """
-
-    tokens: jax.Array
-    segments: jax.Array
-    weights: jax.Array
+    tokens: jax.Array  # [batch, length + 1]
+    segments: jax.Array  # [batch, length + 1], the number of each token's text
+    weights: jax.Array  # [batch, length], of the loss of tokens 1, 2, ..., which is their sum
 
 
 def _scaled(frequency: jax.Array, scaling: RopeScaling | None) -> jax.Array:
@@ -244,10 +238,6 @@ def is_norm(path: str) -> bool:
     return path.endswith("scale")
 
 
-def _tokens(batch: jax.Array | Packed) -> jax.Array:
-    return batch.tokens if isinstance(batch, Packed) else batch
-
-
 def leaf_path(keys: tuple[Any, ...]) -> str:
     """`layers/mlp/up_proj/kernel` of a path of keys."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
@@ -261,10 +251,7 @@ def _keeps(primitive: Any, *args: Any, **params: Any) -> bool:
 
 
 # name of `activations` -> how the library's layer keeps them
-_RECIPES = {
-    LEAN: layers.fp8_flow.Recipe(storage="bf16"),
-    FP8: layers.fp8_flow.Recipe(),
-}
+_RECIPES = {LEAN: layers.fp8_flow.Recipe(storage="bf16"), FP8: layers.fp8_flow.Recipe()}
 # name of `remat` -> what of a layer the backward pass does not compute anew
 _POLICIES = {DOTS: _keeps, FULL: None}
 
@@ -290,45 +277,29 @@ def joined(one: Any, other: Any) -> Any:
     return one | other | both
 
 
-def is_adapter(path: str) -> bool:
-    """Return whether a parameter belongs to an adapter."""
-    return path.endswith(("lora_a", "lora_b"))
-
-
 @dataclasses.dataclass(frozen=True)
 class Llama:
     """The model as functions of its parameters, in stages: what is first, a layer, what is last.
 
-    The parameters are a dict: those of `Ends`, and at "layers" those of `Block`.
-
-    Attributes:
-      shape: its size.
-      compute: the dtype of matrix products; norms, the softmax and the loss are f32.
-      attention: `xla` or `cudnn`.
-      remat: `none`; `dots`: the backward pass computes each layer anew but for its products and
-        its attention; `full`: from its input.
-      constrain: applied to what goes from layer to layer, to say where it lies on a mesh.
-      dot_general: of the matrices of layers; None: JAX's.
-      activations: `lean`: the backward pass is given the inputs of norms and activation functions
-        alone, and products' results; `fp8`: codes of them in 8 bits.
-      lora: adapters of the layers' matrices.
-      stacked: whether the parameters of all layers are one tree, with the layers on axis 0, which a
-        scan goes along; else they are a list of trees.
-      unroll: layers in a step of the scan; the arrays of a step are not copied to and from stacks.
-      loss: `layers.linear_cross_entropy`, which a mesh makes know where its arguments lie.
+    The parameters are a dict: those of `Ends`, and at "layers" those of `Block`: one tree with the
+    layers on axis 0, which a scan goes along, or if they are not `stacked`, a list of trees.
     """
 
     shape: Shape
-    compute: str = "bfloat16"
-    attention: str = XLA
+    compute: str = "bfloat16"  # dtype of matrix products; norms, the softmax and the loss are f32
+    attention: str = XLA  # or CUDNN
+    # what the backward pass computes anew: NONE; DOTS: each layer but for its products and its
+    # attention; FULL: each layer from its input
     remat: str = NONE
-    constrain: Constraint = lambda x: x
-    dot_general: Any = None
+    constrain: Constraint = lambda x: x  # the sharding, on a mesh, of inputs of layers
+    dot_general: Any = None  # of the matrices of layers; None: JAX's
+    # LEAN: the backward pass is given the inputs of norms and activation functions alone, and
+    # products' results; FP8: codes of them in 8 bits
     activations: str = STANDARD
-    lora: Lora | None = None
+    lora: Lora | None = None  # adapters of the layers' matrices
     stacked: bool = True
-    unroll: int = 1
-    loss: Callable[..., jax.Array] = layers.linear_cross_entropy
+    unroll: int = 1  # layers in a step of the scan; its arrays are not copied to and from stacks
+    loss: Callable[..., jax.Array] = layers.linear_cross_entropy  # on a mesh, given its specs
 
     def _block(self, key: jax.Array) -> Block:
         rngs = nnx.Rngs(key)
@@ -338,15 +309,11 @@ class Llama:
         return block
 
     def _low_memory_block(self, key: jax.Array) -> layers.Fp8LlamaBlock:
-        own, heads = self.shape, (self.shape.heads, self.shape.kv_heads)
-        more = dict(
-            rope=own.rope, epsilon=own.epsilon, attention=self.attention, rngs=nnx.Rngs(key)
-        )
-        more["recipe"] = _RECIPES[self.activations]
-        return layers.Fp8LlamaBlock(own.width, own.hidden, *heads, **more)
-
-    def _ends(self, key: jax.Array) -> Ends:
-        return Ends(self.shape, nnx.Rngs(key))
+        own = self.shape
+        return layers.Fp8LlamaBlock(
+            own.width, own.hidden, own.heads, own.kv_heads, rope=own.rope, epsilon=own.epsilon,
+            attention=self.attention, recipe=_RECIPES[self.activations], rngs=nnx.Rngs(key),
+        )  # fmt: skip
 
     def weights(
         self, key: jax.Array, dtype: Callable[[str], Any] = lambda path: jnp.float32
@@ -372,23 +339,22 @@ class Llama:
         drawn = jax.lax.map(layer, jax.random.split(of_layers, number))
         if not self.stacked:
             drawn = [jax.tree.map(lambda w, i=i: w[i], drawn) for i in range(number)]
-        return stored(self._ends(of_ends)) | {LAYERS: drawn}
+        return stored(Ends(self.shape, nnx.Rngs(of_ends))) | {LAYERS: drawn}
 
     def adapters(self, key: jax.Array) -> dict[str, Any]:
         """Initial adapters, in f32; `joined` with the weights, they are the model's parameters."""
 
-        @jax.jit  # which draws nothing else
-        def drawn() -> Any:
-            return part(self.weights(key, lambda path: jnp.float32), is_adapter)
+        def is_adapter(path: str) -> bool:
+            return path.endswith(("lora_a", "lora_b"))
 
-        return drawn()
+        return jax.jit(lambda: part(self.weights(key), is_adapter))()  # jit draws nothing else
 
     @functools.cached_property
     def _graphs(self) -> tuple[Any, Any]:
         key = jax.random.key(0)
-        ends, block = (nnx.eval_shape(functools.partial(f, key)) for f in (self._ends, self._block))
-        if self.activations != STANDARD:
-            block = nnx.eval_shape(functools.partial(self._low_memory_block, key))
+        ends = nnx.eval_shape(lambda: Ends(self.shape, nnx.Rngs(key)))
+        make = self._block if self.activations == STANDARD else self._low_memory_block
+        block = nnx.eval_shape(lambda: make(key))
         if self.dot_general is not None:
             block = layers.convert(block, to=self.dot_general)
         return nnx.graphdef(ends), nnx.graphdef(block)
@@ -403,7 +369,8 @@ class Llama:
 
     def first(self, rest: Any, batch: jax.Array | Packed) -> jax.Array:
         """[batch, length, width] of tokens [batch, length + 1]."""
-        return self.embedded(rest, _tokens(batch)[:, :-1])
+        tokens = batch.tokens if isinstance(batch, Packed) else batch
+        return self.embedded(rest, tokens[:, :-1])
 
     def embedded(self, rest: Any, tokens: jax.Array) -> jax.Array:
         """What the first layer is given, [batch, length, width]."""
@@ -428,15 +395,9 @@ class Llama:
         codes: Any = None,
         sliding: bool | jax.Array | None = None,
     ) -> jax.Array:
-        """One layer, of parameters without the axis of layers.
+        """One layer, of parameters without the axis of layers; `codes` are of its weights.
 
-        Args:
-          own: its parameters.
-          rest: not read.
-          x: its input.
-          batch: whose segments attention does not leave.
-          codes: of its weights.
-          sliding: whether its attention has a window; None: as in all layers.
+        `sliding`: whether its attention has a window; None: as in all layers. `rest` is not read.
         """
         del rest
         given: dict[str, Any] = {} if codes is None else {"codes": codes}
@@ -457,14 +418,13 @@ class Llama:
 
     def last(self, rest: Any, x: jax.Array, batch: jax.Array | Packed) -> jax.Array:
         """The mean loss in nats a token, or its weighted sum, in f32."""
-        ends, given = self._merged_ends(rest), {}
+        ends, tokens, given = self._merged_ends(rest), batch, {}
         head, vocab_axis = ends.head()
         if isinstance(batch, Packed):
-            given = {"weights": batch.weights, "reduction": "sum"}
+            tokens, given = batch.tokens, {"weights": batch.weights, "reduction": "sum"}
         if self.shape.logit_cap is not None:
             given["soft_cap"] = self.shape.logit_cap
-        targets = _tokens(batch)[:, 1:]
-        return self.loss(ends.norm(x), head, targets, vocab_axis=vocab_axis, **given)
+        return self.loss(ends.norm(x), head, tokens[:, 1:], vocab_axis=vocab_axis, **given)
 
     def __call__(self, params: Any, batch: jax.Array | Packed, codes: Any = None) -> jax.Array:
         """The loss of tokens [batch, length + 1]; `codes`: of `quantized_weights`."""

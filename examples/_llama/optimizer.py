@@ -4,16 +4,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
-from _gpt.config import warmup_cosine
+from _gpt.config import hidden, warmup_cosine
 
 import optax_lowmem as lowmem
 from optax_lowmem.gaussws.parts import chooser
 
 from .config import PLAIN, SPLIT, Settings
-from .model import LAYERS, is_norm, leaf_path
+from .model import is_norm
 
 NAMES = (*lowmem.OPTIMIZERS, PLAIN, SPLIT)
 # AdamW's peak times this
@@ -22,33 +21,13 @@ _DECAY = 0.1
 _DECAYS = {"flash_lion": 0.3, "flash_sgd": 1e-4}
 
 
-def decayed(params: Any) -> Any:
-    """Return the mask of weight decay: matrices and embeddings, not biases and norms."""
-
-    def is_decayed(keys: Any, _: Any) -> bool:
-        return not leaf_path(keys).endswith(("bias", "scale"))
-
-    return jax.tree_util.tree_map_with_path(is_decayed, params)
-
-
-def hidden(params: Any) -> Any:
-    """Return Muon's dimensions of the matrices of layers; None for all other parameters."""
-
-    def axes(keys: Any, _: Any) -> Any:
-        path = leaf_path(keys)
-        is_matrix = path.startswith(LAYERS) and path.endswith(("kernel", "lora_a", "lora_b"))
-        return optax.contrib.MuonDimensionNumbers(-2, -1) if is_matrix else None
-
-    return jax.tree_util.tree_map_with_path(axes, params)
-
-
 def _arguments(settings: Settings, weight_decay: float | None, decay_all: bool) -> dict[str, Any]:
     name, shape = settings.optimizer, settings.shape
     record = lowmem.OPTIMIZERS["flash_adamw" if name in (PLAIN, SPLIT) else name]
     decay = _DECAYS.get(name, _DECAY) if weight_decay is None else weight_decay
     known: dict[str, Any] = {
         "weight_decay": decay,
-        "mask": None if decay_all else decayed,
+        "mask": None if decay_all else lowmem.blocks.decay_mask,
         "adam_weight_decay": decay if decay_all else 0.0,  # Muon's, of all but the matrices
         "muon_weight_dimension_numbers": hidden,
         "adam_b2": 0.95,
@@ -73,11 +52,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Return the optimizer, inside the noise and after clipping, where the run has them.
 
-    Args:
-      settings: of the run.
-      schedule: of the learning rate; None: a cosine.
-      weight_decay: None: that of training from scratch.
-      decay_all: whether biases and norms are decayed too.
+    By default the schedule is a cosine, and the weight decay that of training from scratch.
     """
     schedule = schedule or warmup_cosine(settings.learning_rate, settings.steps)
     plain = settings.optimizer == PLAIN
@@ -102,5 +77,7 @@ def stored_dtype(optimizer: str, path: str, noise: str | None = None) -> Any:
 
 
 def weights_dtype(settings: Settings, path: str) -> Any:
-    """Return the dtype of a weight of a run without noise."""
-    return jnp.float32 if settings.f32_weights else stored_dtype(settings.optimizer, path)
+    """Return the dtype of a weight of a run."""
+    if settings.f32_weights:
+        return jnp.float32
+    return stored_dtype(settings.optimizer, path, settings.noise)

@@ -47,18 +47,17 @@ def out_of_memory(
 ) -> str:
     """Format a line on a run that does not fit into memory, and XLA's message."""
     has = "".join(f" of {limit_bytes / GIB:.1f}" for limit_bytes in limit().values())
+    weights = f"{report.params_bytes / GIB:.1f} GiB"
     if settings.offload == "pinned_host":
-        return (
-            f"{settings.optimizer}: out of memory: {report.params_bytes / GIB:.1f} GiB{has} are "
-            "weights; the state of a few layers, gradients and activations need more than the "
-            f"rest\n{message}"
+        why = f"{weights}{has} are weights; the state of a few layers, gradients and activations "
+        why += "need more than the rest"
+    else:
+        why = (
+            f"needs {report.state_bytes / GIB:.1f} GiB of state beside {weights} of weights "
+            f"({report.bytes_per_param:.2f} bytes per parameter), {own_bytes / GIB:.1f} GiB{has} "
+            f"on each of {settings.devices} device(s), then gradients and activations"
         )
-    return (
-        f"{settings.optimizer}: out of memory: needs {report.state_bytes / GIB:.1f} GiB of state "
-        f"beside {report.params_bytes / GIB:.1f} GiB of weights ({report.bytes_per_param:.2f} "
-        f"bytes per parameter), {own_bytes / GIB:.1f} GiB{has} on each of {settings.devices} "
-        f"device(s), then gradients and activations\n{message}"
-    )
+    return f"{settings.optimizer}: out of memory: {why}\n{message}"
 
 
 def summary(found: dict[str, float]) -> str:

@@ -35,17 +35,11 @@ _TAGGED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # for transformers' m
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of several texts, which do not see each other.
-
-    Attributes:
-      tokens: [rows, length + 1].
-      segments: [rows, length + 1], the number of each token's text; 0: padding.
-      answers: [rows, length + 1], whether the loss is taken on the token.
-    """
+    """Rows of several texts, which do not see each other; each array is [rows, length + 1]."""
 
     tokens: np.ndarray
-    segments: np.ndarray
-    answers: np.ndarray
+    segments: np.ndarray  # the number of each token's text; 0: padding
+    answers: np.ndarray  # whether the loss is taken on the token
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -62,18 +56,13 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The texts of a file; `str` of it is the summary to print before training.
+    """The texts of a file; `str` of it is the summary to print before training."""
 
-    Attributes:
-      name: of the file.
-      length: predicted tokens of a row.
-      texts: their pieces, of at most length + 1 tokens. Pieces of different texts do not overlap.
-      counts: "cut: ...", "dropped: ..." or "note: ..." -> number of texts.
-    """
-
-    name: str
-    length: int
+    name: str  # of the file
+    length: int  # predicted tokens of a row
+    # their pieces, of at most length + 1 tokens; pieces of different texts do not overlap
     texts: list[list[Piece]] = dataclasses.field(default_factory=list)
+    # "cut: ...", "dropped: ..." or "note: ..." -> number of texts
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @functools.cached_property
@@ -118,12 +107,7 @@ class Data:
 class Texts:
     """The tokenizer of a Hugging Face folder, with its chat templates.
 
-    Args:
-      folder: of the model.
-      vocab_size: rows of its embedding; tokens beyond are refused.
-
-    Raises:
-      ValueError: if transformers cannot load the tokenizer.
+    Tokens beyond the `vocab_size` rows of the model's embedding are refused.
     """
 
     def __init__(self, folder: Path, vocab_size: int):
@@ -201,8 +185,8 @@ class Texts:
                     part = ids[at : at + data.length + 1]
                     data.add((part, np.ones(len(part), bool)))
             case {"prompt": str(prompt), "completion": str(text)}:
-                ids, places = self._tokens(prompt + text, special=True)
-                data.add((ids, _inside(places, [(len(prompt), len(prompt + text) + 1)])))
+                answer = (len(prompt), len(prompt + text) + 1)
+                data.add(self._piece(prompt + text, answer, special=True))
             case _:
                 raise ValueError(FORMS)
 
@@ -257,18 +241,17 @@ class Texts:
         for before, turn in [([], first), *((first, turn) for turn in turns[1:])]:
             for text, (a, b) in self._answers(before, turn, given):
                 if not whole.startswith(text[skip:], at):
-                    yield [piece for piece in self._apart(chat, given) if piece[1].any()]
+                    apart = (self._piece(*answer) for answer in self._answers([], chat, given))
+                    yield [piece for piece in apart if piece[1].any()]
                     return
                 spans.append((at + a - skip, at + b - skip))
             at += len(text) - skip
             skip = skip or at
         yield [(ids, _inside(places, spans))]
 
-    def _apart(self, chat: Chat, given: dict[str, Any]) -> Iterator[Piece]:
-        """Yield a piece for each answer of a chat, in the context in which it is generated."""
-        for text, span in self._answers([], chat, given):
-            ids, places = self._tokens(text)
-            yield ids, _inside(places, [span])
+    def _piece(self, text: str, answer: tuple[int, int], special: bool = False) -> Piece:
+        ids, places = self._tokens(text, special)
+        return ids, _inside(places, [answer])
 
     def _answers(
         self, before: Chat, turn: Chat, given: dict[str, Any]

@@ -25,37 +25,29 @@ from . import choose
 from . import mesh as meshes
 from .config import HEADS, LINEARS, PLAIN, Settings
 from .model import LAYERS, Llama
-from .optimizer import make_optimizer, stored_dtype, weights_dtype
+from .optimizer import make_optimizer, weights_dtype
 
 _TOKENS_AT_ONCE = 65_536  # whose inputs of all layers are in host memory
 Batches = Callable[[int], np.ndarray]
-Step = Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]
+# (parameters, state, tokens) -> (loss, parameters, state)
+Step = Callable[[Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
 
 
 @dataclass(frozen=True)
 class Program:
     """Settings, optimizer and functions of a run; none of its arrays is on a device yet.
 
-    Attributes:
-      settings: the run, with what `auto` has become.
-      tx: the optimizer.
-      like: (parameters, state) as shapes with their shardings.
-      start: () -> (parameters, state) on their devices.
-      moved: (parameters, ordinary state) -> the state that the step takes.
-      step: (parameters, state, tokens) -> (parameters, state, loss); it takes its arguments' place.
-        Jitted, or of several programs, which `step.compile` compiles.
-      model: the decoder.
-      tokens: a batch, as a shape with its sharding.
+    `step` is jitted, or of several programs, which `step.compile` compiles.
     """
 
-    settings: Settings
+    settings: Settings  # with what `auto` has become
     tx: Any
-    like: tuple[Any, Any]
-    start: Callable[[], tuple[Any, Any]]
-    moved: Callable[[Any, Any], Any]
-    step: Callable[..., tuple[Any, Any, jax.Array]]
+    like: tuple[Any, Any]  # parameters and state, as shapes with their shardings
+    start: Callable[[], tuple[Any, Any]]  # makes these on their devices
+    moved: Callable[[Any, Any], Any]  # (parameters, ordinary state) -> the state of the step
+    step: Step  # takes its arguments' place
     model: Llama
-    tokens: jax.ShapeDtypeStruct
+    tokens: jax.ShapeDtypeStruct  # a batch, with its sharding
 
     @functools.cached_property
     def compiled(self) -> Any:
@@ -105,8 +97,9 @@ def make_program(settings: Settings) -> Program:
     dtype, plain = functools.partial(weights_dtype, settings), settings.optimizer == PLAIN
 
     def start() -> tuple[Any, Any]:
-        if settings.noise:
-            return noisy_start(model, tx, settings)
+        if settings.noise:  # lowmem.init makes that of the first step, and tx.init does not
+            weights = model.weights(jax.random.key(settings.seed))
+            return lowmem.init(tx, weights, lambda path, leaf: dtype(path), seed=settings.seed)
         # bf16 numbers are their own master weights: lowmem.init would split them into copies
         weights = model.weights(jax.random.key(settings.seed), dtype)
         state = tx.init(weights)
@@ -128,8 +121,8 @@ def make_program(settings: Settings) -> Program:
     codes_bytes = _codes_bytes(model, params, places[0]) if once else 0
     settings = choose.resolved(settings, fixed_bytes, kept_bytes, codes_bytes)
     model = dataclasses.replace(model, remat=settings.remat)
-    step = (released if settings.release else _ordinary)(model, tx, settings, where)
-    moved = offloaded(model, tx, settings)
+    step = (released if settings.release else _ordinary)(model, tx, settings, **where)
+    moved = functools.partial(offloaded, model, tx, settings)
 
     def start_offloaded() -> tuple[Any, Any]:
         weights = jax.jit(lambda: start()[0], out_shardings=places[0])()
@@ -138,16 +131,16 @@ def make_program(settings: Settings) -> Program:
     def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    everywhere = NamedSharding(mesh, P())
+    if not settings.offload:
+        everywhere = NamedSharding(mesh, P())
+        step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(everywhere, *places))
     return Program(
         settings,
         tx,
         jax.tree.map(placed, (params, state), places),
         start_offloaded if settings.offload else jax.jit(start, out_shardings=places),
         moved,
-        step
-        if settings.offload
-        else jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, everywhere)),
+        step,
         model,
         jax.ShapeDtypeStruct((settings.batch, settings.sequence + 1), jnp.int32, sharding=of_batch),
     )
@@ -163,34 +156,18 @@ def _codes_bytes(model: Llama, params: Any, of_params: Any) -> int:
     return round(share * size(jax.eval_shape(model.quantized_weights, params)))
 
 
-def noisy_start(model: Llama, tx: Any, settings: Settings) -> tuple[Any, Any]:
-    """Weights and state with the noise of the first step, which `tx.init` alone does not make."""
-    weights = model.weights(jax.random.key(settings.seed), lambda path: jnp.float32)
-
-    def dtype(path: str, leaf: Any) -> Any:
-        del leaf
-        return stored_dtype(settings.optimizer, path, settings.noise)
-
-    return lowmem.init(tx, weights, dtype, seed=settings.seed)
-
-
-def _take_step(settings: Settings) -> Callable[..., tuple[Any, Any]]:
+def _ordinary(model: Llama, tx: Any, settings: Settings, **where: Any) -> Step:
+    """All gradients, then the optimizer's step."""
     # through `apply_updates` weights with noise would be rounded once more
     impl = F32 if settings.optimizer == PLAIN and not settings.noise else LOWMEM
-    return optimizer_step(impl, settings.implementation)
-
-
-def _ordinary(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
-    """All gradients, then the optimizer's step."""
-    take_step = _take_step(settings)
+    take_step = optimizer_step(impl, settings.implementation)
     prepare = model.quantized_weights if settings.quantize_once else None
     value_and_grad = lowmem.value_and_grad(model, settings.accumulate, prepare)
 
-    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[jax.Array, Any, Any]:
         # the tokens, which no two steps have alike, make the rounding of each its own
         loss, grads = value_and_grad(params, tokens, tokens.sum())
-        params, state = take_step(tx, grads, state, params, **where)
-        return params, state, loss
+        return loss, *take_step(tx, grads, state, params, **where)
 
     return step
 
@@ -200,36 +177,21 @@ def layered(model: Llama) -> release.Layered:
     return release.Layered(model.first, {LAYERS: model.layer}, model.last)
 
 
-def offloaded(model: Llama, tx: Any, settings: Settings) -> Callable[[Any, Any], Any]:
-    """(parameters, ordinary state or None for a new one) -> the state that the step takes."""
+def offloaded(model: Llama, tx: Any, settings: Settings, params: Any, state: Any) -> Any:
+    """Return the state that the step takes, from an ordinary one, or None for a new one."""
     if not settings.offload:
-        return lambda params, state: state
-
-    def moved(params: Any, state: Any) -> Any:
-        kind = settings.offload
-        return release.offload(tx, layered(model), params, state, memory_kind=kind)
-
-    return moved
+        return state
+    return release.offload(tx, layered(model), params, state, memory_kind=settings.offload)
 
 
-def released(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
+def released(model: Llama, tx: Any, settings: Settings, **where: Any) -> Step:
     """Each layer's gradient, then its step, before the gradient of the layer below is taken."""
     chosen = None if settings.implementation == "auto" else settings.implementation
     if settings.offload:
         at_once = max(1, _TOKENS_AT_ONCE // (settings.rows * settings.sequence))
         where = {"offload": True, "micro_batches": settings.accumulate, "at_once": at_once}
     # as in the same model with unrolled layers, which is how RMS_t of a tensor is meant
-    take_step = release.train_step(
-        tx, layered(model), per_layer=True, implementation=chosen, **where
-    )
-
-    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, params, state = take_step(params, state, tokens)
-        return params, state, loss
-
-    if settings.offload:
-        step.compile = take_step.compile
-    return step
+    return release.train_step(tx, layered(model), per_layer=True, implementation=chosen, **where)
 
 
 def make_batches(settings: Settings, cache: Path) -> tuple[str, Batches]:
@@ -245,10 +207,8 @@ def make_batches(settings: Settings, cache: Path) -> tuple[str, Batches]:
         return "random tokens", random
     own = None if settings.text in data.TEXTS else Path(settings.text)
     corpus = data.load_corpus(own, settings.text)
-    if shape.vocab == 256:
-        tokens = data.byte_tokens(corpus)
-    else:
-        tokens = data.bpe_tokens(corpus, shape.vocab, cache)
+    by_byte = shape.vocab == 256
+    tokens = data.byte_tokens(corpus) if by_byte else data.bpe_tokens(corpus, shape.vocab, cache)
     if len(tokens.train) <= settings.sequence:
         raise SystemExit(f"{corpus.source}: too little text for --sequence {settings.sequence}")
     return corpus.source, lambda step: data.sample_batch(
@@ -258,20 +218,12 @@ def make_batches(settings: Settings, cache: Path) -> tuple[str, Batches]:
 
 @dataclass
 class Run:
-    """A run under way: its arrays, and what was measured.
-
-    Attributes:
-      params: on their devices; while `advance` is under way, a step ahead of the rest.
-      state: the optimizer's, likewise.
-      step: how many steps were taken, those before a resumption included.
-      losses: of the steps taken here.
-      seconds: each of these steps took.
-    """
+    """A run under way: its arrays, a step ahead of the rest in `advance`, and what was measured."""
 
     params: Any
     state: Any
-    step: int
-    losses: list[float]
+    step: int  # how many were taken, those before a resumption included
+    losses: list[float]  # of the steps taken here
     seconds: list[float]
 
     @property
@@ -291,15 +243,10 @@ def advance(
     until: int,
     pauses: Callable[[int], bool] = lambda step: False,
 ) -> Iterator[Run]:
-    """Train, yielding after each step, while the device is at the next one already.
+    """Train until a step, yielding after each, while the device is at the next one already.
 
-    Args:
-      run: moved on.
-      program: whose step is taken.
-      batches: step -> tokens.
-      until: the last step.
-      pauses: step -> whether the device waits after it, with the run's arrays as that step left
-        them; it does after the last step.
+    `pauses`: step -> whether the device waits after it, with the run's arrays as that step left
+    them; it does after the last step.
     """
 
     def placed(step: int) -> jax.Array:
@@ -308,7 +255,7 @@ def advance(
     given, under_way = run.step, deque[jax.Array]()
     begin, tokens = time.perf_counter(), placed(given)
     while given < until:
-        run.params, run.state, loss = program.compiled(run.params, run.state, tokens)
+        loss, run.params, run.state = program.compiled(run.params, run.state, tokens)
         under_way.append(loss)
         given += 1
         if given < until:

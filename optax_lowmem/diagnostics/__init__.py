@@ -1,14 +1,14 @@
 """Diagnose training: code usage and stalls of low-precision state, RMS_t, spikes, weight norms."""
 
-from optax_lowmem._src.diagnostics.codes import (
+from optax_lowmem._src.training.diagnostics.codes import (
     CodeShares,
     Stall,
     code_shares,
     largest_step,
     stalled_leaves,
 )
-from optax_lowmem._src.diagnostics.per_leaf import norm_drift, norms, rms
-from optax_lowmem._src.diagnostics.spikes import (
+from optax_lowmem._src.training.diagnostics.per_leaf import norm_drift, norms, rms
+from optax_lowmem._src.training.diagnostics.spikes import (
     Prediction,
     SpikeDetector,
     SpikeState,

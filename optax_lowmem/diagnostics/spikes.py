@@ -1,6 +1,6 @@
 """Detect loss spikes and RMS spikes in recorded series (StableAdamW, appendix E)."""
 
-from optax_lowmem._src.diagnostics.spikes import (
+from optax_lowmem._src.training.diagnostics.spikes import (
     DECAY,
     DEVIATIONS,
     IGNORE,

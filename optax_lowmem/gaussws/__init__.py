@@ -1,7 +1,6 @@
 """Gaussian weight sampling: train with noise of a learned bitwidth on the weights."""
 
-from optax_lowmem._src.core.clean_weights import clean_params
-from optax_lowmem._src.noise.bitwidth import (
+from optax_lowmem._src.layers.noise.bitwidth import (
     SafeFormat,
     bitwidth,
     bitwidth_loss,
@@ -10,10 +9,24 @@ from optax_lowmem._src.noise.bitwidth import (
     safe_format,
     underflow_share,
 )
-from optax_lowmem._src.noise.distributions import NOISES
-from optax_lowmem._src.noise.formats import FORMATS
-from optax_lowmem._src.noise.sampling import draw, draw_packed, noise_key, perturb, sample, unpack
-from optax_lowmem._src.noise.states import BitsTable, LayerBits, bits_table, bitwidths, safe_cast
+from optax_lowmem._src.layers.noise.distributions import NOISES
+from optax_lowmem._src.layers.noise.formats import FORMATS
+from optax_lowmem._src.layers.noise.sampling import (
+    draw,
+    draw_packed,
+    noise_key,
+    perturb,
+    sample,
+    unpack,
+)
+from optax_lowmem._src.optim.clean_weights import clean_params
+from optax_lowmem._src.training.gaussws_noise.states import (
+    BitsTable,
+    LayerBits,
+    bits_table,
+    bitwidths,
+    safe_cast,
+)
 from optax_lowmem.gaussws import parts as parts
 
 __all__ = [

@@ -1,5 +1,5 @@
 """Select the matrices of a transformer that get noise: out and down, query, key, value, or all."""
 
-from optax_lowmem._src.blocks.parts import PARTS, Parts, chooser
+from optax_lowmem._src.arrays.roles.parts import PARTS, Parts, chooser
 
 __all__ = ["PARTS", "Parts", "chooser"]

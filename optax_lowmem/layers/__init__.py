@@ -1,15 +1,23 @@
 """Layers with 8-bit products or noise, for Flax Linen and NNX; `convert` for existing models."""
 
-from optax_lowmem._src.fp8_flow.linen import Fp8Dense
-from optax_lowmem._src.fp8_flow.llama import Fp8LlamaBlock
-from optax_lowmem._src.fp8_flow.nnx import Fp8GatedProduct, Fp8LayerNorm, Fp8Linear, Fp8RMSNorm
-from optax_lowmem._src.losses.cross_entropy import linear_cross_entropy
-from optax_lowmem._src.noise.linen import GaussWSDense
-from optax_lowmem._src.noise.nnx import GaussWSLinear, renew_noise
-from optax_lowmem._src.switchback.convert import convert
-from optax_lowmem._src.switchback.dot_general import switchback_dot_general, switchback_einsum
-from optax_lowmem._src.switchback.linen import SwitchBackDense
-from optax_lowmem._src.switchback.nnx import LayerScale, SwitchBackLinear
+from optax_lowmem._src.layers.fp8_flow.linen import Fp8Dense
+from optax_lowmem._src.layers.fp8_flow.llama import Fp8LlamaBlock
+from optax_lowmem._src.layers.fp8_flow.nnx import (
+    Fp8GatedProduct,
+    Fp8LayerNorm,
+    Fp8Linear,
+    Fp8RMSNorm,
+)
+from optax_lowmem._src.layers.losses.cross_entropy import linear_cross_entropy
+from optax_lowmem._src.layers.noise.linen import GaussWSDense
+from optax_lowmem._src.layers.noise.nnx import GaussWSLinear, renew_noise
+from optax_lowmem._src.layers.switchback.convert import convert
+from optax_lowmem._src.layers.switchback.dot_general import (
+    switchback_dot_general,
+    switchback_einsum,
+)
+from optax_lowmem._src.layers.switchback.linen import SwitchBackDense
+from optax_lowmem._src.layers.switchback.nnx import LayerScale, SwitchBackLinear
 from optax_lowmem.layers import fp8_flow
 from optax_lowmem.layers import linen as linen
 

@@ -1,5 +1,5 @@
 """Layers for Flax Linen."""
 
-from optax_lowmem._src.switchback.linen import LayerScale, SwitchBackDense
+from optax_lowmem._src.layers.switchback.linen import LayerScale, SwitchBackDense
 
 __all__ = ["LayerScale", "SwitchBackDense"]

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
-from optax_lowmem._src.checkpoint import store
-from optax_lowmem._src.core import context
+from optax_lowmem._src.optim import context
+from optax_lowmem._src.training.checkpoint import store
 from tests import contract_cases as cases
 from tests.checkpoint_cases import (
     SMALL,

@@ -17,7 +17,7 @@ from etils import epath
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
-from optax_lowmem._src.checkpoint import checksums
+from optax_lowmem._src.training.checkpoint import checksums
 from tests import contract_cases as cases
 from tests.checkpoint_cases import SMALL, assert_same_bits, two_steps
 

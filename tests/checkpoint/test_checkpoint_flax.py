@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 import optax_lowmem.flax as ours
 from optax_lowmem import checkpoint
-from optax_lowmem._src.core.array_metadata import pure
+from optax_lowmem._src.arrays.array_metadata import pure
 from tests import contract_cases as cases
 from tests.checkpoint_cases import assert_same_bits
 from tests.meshes import mesh_of

@@ -11,7 +11,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
-from optax_lowmem._src.checkpoint import description
+from optax_lowmem._src.training.checkpoint import description
 from tests import contract_cases as cases
 from tests.checkpoint_cases import SMALL, abstract, adamw, assert_same_bits, scrambled, two_steps
 

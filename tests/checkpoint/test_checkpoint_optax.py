@@ -11,8 +11,8 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
-from optax_lowmem._src.core import groups
-from optax_lowmem._src.optimizers import every_record
+from optax_lowmem._src.arrays import groups
+from optax_lowmem._src.optim.optimizers import every_record
 from tests import contract_cases as cases
 from tests import small_leaves
 from tests.tiers import rows

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from optax_lowmem import codecs
-from optax_lowmem._src.core import groups, numerics, random
+from optax_lowmem._src.arrays import groups, numerics, random
 from tests.oracle import adam_mini as oracle
 
 CODEC = codecs.affine()

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from optax_lowmem import codecs
-from optax_lowmem._src.codecs import expansion, float8, group_codec, group_codec_triton
-from optax_lowmem._src.codecs.float8 import dynamic
-from optax_lowmem._src.core import groups, random
-from optax_lowmem._src.core.groups import Tile
+from optax_lowmem._src.arrays import groups, random
+from optax_lowmem._src.arrays.codecs import expansion, float8
+from optax_lowmem._src.arrays.codecs.float8 import dynamic
+from optax_lowmem._src.arrays.groups import Tile
+from optax_lowmem._src.kernels import group_codec, group_codec_triton
 from tests import tolerances as tol
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.oracle import coat as oracle

@@ -12,7 +12,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.core import random
+from optax_lowmem._src.arrays import random
 from tests import tolerances as tol
 from tests.oracle import codecs as oracle
 from tests.oracle import scales as oracle_scales

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_lowmem._src.codecs import expansion, float8
-from optax_lowmem._src.core import numerics, random
+from optax_lowmem._src.arrays import numerics, random
+from optax_lowmem._src.arrays.codecs import expansion, float8
 from tests import tolerances as tol
 from tests.tiers import rows
 

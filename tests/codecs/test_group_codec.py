@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.codecs import group_codec, group_codec_triton
-from optax_lowmem._src.core.groups import Tile, Tiling
-from optax_lowmem._src.kernels import gpu_pallas, platform, tiles
+from optax_lowmem._src.arrays.groups import Tile, Tiling
+from optax_lowmem._src.kernels import gpu_pallas, group_codec, group_codec_triton, platform, tiles
 from tests import launch_cases
 from tests import tolerances as tol
 from tests.launch_cases import units

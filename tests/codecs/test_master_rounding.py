@@ -10,8 +10,8 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.core import random
-from optax_lowmem._src.step import MASTER, split_update
+from optax_lowmem._src.arrays import random
+from optax_lowmem._src.optim.step import MASTER, split_update
 from tests.oracle import split as oracle
 from tests.tiers import in_turn, rows
 

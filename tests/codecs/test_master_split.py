@@ -11,7 +11,7 @@ from jax import lax
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.step import split_update
+from optax_lowmem._src.optim.step import split_update
 from tests import tolerances as tol
 from tests.oracle import split as oracle
 from tests.tiers import in_turn

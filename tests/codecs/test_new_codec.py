@@ -10,8 +10,8 @@ import optax
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint, codecs
-from optax_lowmem._src.codecs import group_codec
-from optax_lowmem._src.step import choose
+from optax_lowmem._src.kernels import group_codec
+from optax_lowmem._src.optim.step import choose
 from tests.pages import page_block
 
 CODEC = page_block("CONTRIBUTING.md", "class TernaryCodec")["TernaryCodec"]()

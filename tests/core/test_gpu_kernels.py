@@ -9,23 +9,22 @@ import jax.numpy as jnp
 import pytest
 
 from optax_lowmem import codecs, gaussws
-from optax_lowmem._src import quantized_matmul as matmul
-from optax_lowmem._src.blocks import block_means, block_means_triton
-from optax_lowmem._src.codecs import group_codec, group_codec_triton
-from optax_lowmem._src.core.block import Factors
-from optax_lowmem._src.fp8_flow import gate as fp8_gate
-from optax_lowmem._src.fp8_flow import kernels as fp8
-from optax_lowmem._src.fp8_flow import kernels_triton as fp8_kernels
-from optax_lowmem._src.fp8_flow import norm as fp8_norm
-from optax_lowmem._src.fp8_flow.storage import ArrayFunction, Recipe
-from optax_lowmem._src.kernels import jax_triton_call, platform
-from optax_lowmem._src.noise import kernels as noise
-from optax_lowmem._src.noise import kernels_triton as noise_kernels
-from optax_lowmem._src.noise.distributions import NOISES
-from optax_lowmem._src.noise.formats import FORMATS
-from optax_lowmem._src.quantized_matmul import FORMATS as CODES
-from optax_lowmem._src.quantized_matmul import dispatch
-from optax_lowmem._src.quantized_matmul import triton as quantized_matmul_triton
+from optax_lowmem._src.arrays.block import Factors
+from optax_lowmem._src.kernels import group_codec, group_codec_triton, jax_triton_call, platform
+from optax_lowmem._src.layers import quantized_matmul as matmul
+from optax_lowmem._src.layers.fp8_flow import gate as fp8_gate
+from optax_lowmem._src.layers.fp8_flow import kernels as fp8
+from optax_lowmem._src.layers.fp8_flow import kernels_triton as fp8_kernels
+from optax_lowmem._src.layers.fp8_flow import norm as fp8_norm
+from optax_lowmem._src.layers.fp8_flow.storage import ArrayFunction, Recipe
+from optax_lowmem._src.layers.noise import kernels as noise
+from optax_lowmem._src.layers.noise import kernels_triton as noise_kernels
+from optax_lowmem._src.layers.noise.distributions import NOISES
+from optax_lowmem._src.layers.noise.formats import FORMATS
+from optax_lowmem._src.layers.quantized_matmul import FORMATS as CODES
+from optax_lowmem._src.layers.quantized_matmul import dispatch
+from optax_lowmem._src.layers.quantized_matmul import triton as quantized_matmul_triton
+from optax_lowmem._src.optim.blocks import block_means, block_means_triton
 from optax_lowmem.blocks import Block
 from tests.tiers import rows
 

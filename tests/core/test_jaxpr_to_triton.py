@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core import numerics, random
-from optax_lowmem._src.core.block import product
+from optax_lowmem._src.arrays import numerics, random
+from optax_lowmem._src.arrays.block import product
 from optax_lowmem._src.kernels import jaxpr_to_triton
-from optax_lowmem._src.step import gpu as gpu_step
+from optax_lowmem._src.optim.step import gpu as gpu_step
 from tests import launch_cases, small_leaves, triton_on_numpy
 from tests.contract_cases import RULES
 from tests.tiers import rows

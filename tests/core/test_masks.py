@@ -11,7 +11,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import Policy, Storage
-from optax_lowmem._src.core import context
+from optax_lowmem._src.optim import context
 
 
 @jax.tree_util.register_dataclass

@@ -8,7 +8,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
-from optax_lowmem._src.core import random, trees
+from optax_lowmem._src.arrays import random, trees
 from tests.checkpoint_cases import assert_same_bits
 
 

@@ -8,7 +8,7 @@ from jax.tree_util import DictKey, GetAttrKey
 
 import optax_lowmem as lowmem
 from optax_lowmem import Policy, Storage, codecs
-from optax_lowmem._src.core import trees
+from optax_lowmem._src.arrays import trees
 
 
 def params():

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core import random
+from optax_lowmem._src.arrays import random
 from tests import tolerances as tol
 from tests.tiers import rows
 

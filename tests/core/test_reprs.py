@@ -4,7 +4,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.codecs import base
+from optax_lowmem._src.arrays.codecs import base
 
 NAMES = {**vars(codecs), **vars(base), "Storage": lowmem.Storage, "Policy": lowmem.Policy}
 NAMES.update({type(c).__name__: type(c) for c in codecs.CODECS.values()})

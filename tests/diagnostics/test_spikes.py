@@ -11,7 +11,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import Storage, codecs, diagnostics
-from optax_lowmem._src.step.storage import FLASH, completed
+from optax_lowmem._src.optim.step.storage import FLASH, completed
 from tests.oracle import codecs as oracle_codecs
 from tests.oracle.table import ORACLES
 from tests.tiers import rows

@@ -16,7 +16,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.optimizers import adam, lion, sgd
+from optax_lowmem._src.optim.optimizers import adam, lion, sgd
 from tests import tolerances as tol
 
 GOLDEN = dict(np.load(Path(__file__).parent / "flashoptim.npz"))

@@ -10,11 +10,12 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core import context, numerics
-from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.optimizers.lion import LionRule
-from optax_lowmem._src.step import choose, tuning
-from optax_lowmem._src.step.gpu import launch
+from optax_lowmem._src.arrays import numerics
+from optax_lowmem._src.arrays.groups import Tile
+from optax_lowmem._src.kernels import step_arguments
+from optax_lowmem._src.optim.optimizers.lion import LionRule
+from optax_lowmem._src.optim.step import choose, tuning
+from optax_lowmem._src.optim.step.gpu import launch
 from tests import launch_cases, small_leaves, tolerances
 from tests.contract_cases import pairwise
 from tests.step.test_step_backends import OPTIONS, STORED
@@ -251,9 +252,9 @@ def test_one_cut_is_as_good_as_another(tile):
     tx = build("flash_adamw")
     params, state = start(tx)
     grads = drawn(1, BF16)
-    with context.stepping(tuning=tuning.Tuning()):
+    with step_arguments.stepping(tuning=tuning.Tuning()):
         wanted = jax.jit(functools.partial(lowmem.step, tx))(grads, state, params)
-    with context.stepping(tuning=tuning.Tuning(tile, leaves=3, elements=1 << 19)):
+    with step_arguments.stepping(tuning=tuning.Tuning(tile, leaves=3, elements=1 << 19)):
         found = jax.jit(functools.partial(lowmem.step, tx))(grads, state, params)
     check_step(tx, (params, state), wanted, found)
 

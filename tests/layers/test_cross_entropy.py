@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_lowmem import layers
-from optax_lowmem._src import quantized_matmul
-from optax_lowmem._src.fp8_flow import kernels as fp8_flow
 from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.layers import quantized_matmul
+from optax_lowmem._src.layers.fp8_flow import kernels as fp8_flow
 from tests import tolerances as tol
 from tests.contract_cases import QUICK_COMPILE
 from tests.lowering import kernels_in, lower_for_cuda

@@ -22,7 +22,7 @@ from flax import nnx  # noqa: E402
 
 import optax_lowmem as lowmem  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
-from optax_lowmem._src import quantized_matmul  # noqa: E402
+from optax_lowmem._src.layers import quantized_matmul  # noqa: E402
 from optax_lowmem.layers import fp8_flow  # noqa: E402
 from optax_lowmem.layers.fp8_flow import Recipe  # noqa: E402
 from tests.tiers import rows

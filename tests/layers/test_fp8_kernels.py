@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from optax_lowmem._src import quantized_matmul as matmul
-from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.fp8_flow import gate, kernels, kernels_triton, norm
-from optax_lowmem._src.fp8_flow.storage import ArrayFunction, Recipe
-from optax_lowmem._src.quantized_matmul import E4M3, E5M2, Quantized
+from optax_lowmem._src.arrays.groups import Tile
+from optax_lowmem._src.layers import quantized_matmul as matmul
+from optax_lowmem._src.layers.fp8_flow import gate, kernels, kernels_triton, norm
+from optax_lowmem._src.layers.fp8_flow.storage import ArrayFunction, Recipe
+from optax_lowmem._src.layers.quantized_matmul import E4M3, E5M2, Quantized
 from optax_lowmem.layers import fp8_flow
 from tests import tolerances as tol
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda

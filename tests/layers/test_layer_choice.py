@@ -15,7 +15,7 @@ from benchmarks import records  # noqa: E402
 from benchmarks.suites.linear import tables as linear_tables  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
 from optax_lowmem._src.kernels import platform  # noqa: E402
-from optax_lowmem._src.switchback import choice  # noqa: E402
+from optax_lowmem._src.layers.switchback import choice  # noqa: E402
 from tests.lowering import kernels_in, lower_for_cuda, needs_mosaic  # noqa: E402
 
 auto = functools.partial(layers.switchback_dot_general, implementation="auto")

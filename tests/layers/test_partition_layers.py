@@ -21,14 +21,14 @@ from jax.sharding import PartitionSpec as P
 pytest.importorskip("flax")
 
 from optax_lowmem import gaussws, layers  # noqa: E402
-from optax_lowmem._src.fp8_flow import kernels, kernels_triton  # noqa: E402
 from optax_lowmem._src.kernels import along_axes, gpu_kernel, partitioned, platform  # noqa: E402
 from optax_lowmem._src.kernels.fallback import with_fallback  # noqa: E402
 from optax_lowmem._src.kernels.partitioned import Tiles  # noqa: E402
-from optax_lowmem._src.noise import kernels as noise  # noqa: E402
-from optax_lowmem._src.noise import kernels_triton as noise_triton  # noqa: E402
-from optax_lowmem._src.quantized_matmul import dispatch, mosaic, plain, triton  # noqa: E402
-from optax_lowmem._src.quantized_matmul.plain import Quantized  # noqa: E402
+from optax_lowmem._src.layers.fp8_flow import kernels, kernels_triton  # noqa: E402
+from optax_lowmem._src.layers.noise import kernels as noise  # noqa: E402
+from optax_lowmem._src.layers.noise import kernels_triton as noise_triton  # noqa: E402
+from optax_lowmem._src.layers.quantized_matmul import dispatch, mosaic, plain, triton  # noqa: E402
+from optax_lowmem._src.layers.quantized_matmul.plain import Quantized  # noqa: E402
 from optax_lowmem.layers import fp8_flow  # noqa: E402
 from tests import tolerances as tol  # noqa: E402
 from tests.compilation import SAME_BITS  # noqa: E402
@@ -85,7 +85,7 @@ TWINS = {
 @pytest.fixture
 def gpus(monkeypatch):
     """CPU devices for which programs have kernels."""
-    monkeypatch.setattr(platform, "no_device_reason", lambda: None)
+    monkeypatch.setattr(platform, "no_gpu_reason", lambda: None)
     monkeypatch.setattr(platform, "not_hopper_reason", lambda: None)
     monkeypatch.setattr(platform, "has_mosaic_gpu", lambda: True)
     for name in ("_UNITS", "_LEAST"):
@@ -352,7 +352,7 @@ from optax_lowmem._src.kernels import along_axes, gpu_kernel, platform
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem.layers import fp8_flow
 
-platform.no_device_reason = lambda: None
+platform.no_gpu_reason = lambda: None
 along_axes.with_fallback = lambda _, *args, **how: with_fallback("cpu", *args, **how)
 launch = gpu_kernel.launch
 gpu_kernel.launch = lambda *args, backend, **how: launch(*args, backend="interpret", **how)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_lowmem._src import quantized_matmul
-from optax_lowmem._src import quantized_matmul as kernels
-from optax_lowmem._src.quantized_matmul import FORMATS, INT8
-from optax_lowmem._src.quantized_matmul import triton as quantized_matmul_triton
+from optax_lowmem._src.layers import quantized_matmul
+from optax_lowmem._src.layers import quantized_matmul as kernels
+from optax_lowmem._src.layers.quantized_matmul import FORMATS, INT8
+from optax_lowmem._src.layers.quantized_matmul import triton as quantized_matmul_triton
 from tests import tolerances
 from tests.compilation import FULL_COMPILE
 from tests.lowering import kernels_in, lower_for_cuda

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from optax_lowmem._src import quantized_matmul
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.quantized_matmul import FORMATS, Quantized
+from optax_lowmem._src.layers import quantized_matmul
+from optax_lowmem._src.layers.quantized_matmul import FORMATS, Quantized
 from tests import tolerances as tol
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda, needs_mosaic
 from tests.tiers import rows
@@ -74,7 +74,7 @@ def interpreted(monkeypatch):
     """The kernel on two simulated multiprocessors."""
     from jax.experimental.pallas import mosaic_gpu
 
-    from optax_lowmem._src.quantized_matmul import mosaic as quantized_matmul_mosaic
+    from optax_lowmem._src.layers.quantized_matmul import mosaic as quantized_matmul_mosaic
 
     monkeypatch.setattr(platform, "multiprocessors", lambda: 2)
     how = mosaic_gpu.InterpretGPUParams(detect_races=True)
@@ -186,7 +186,7 @@ def test_where_the_kernel_does_not_run(on_a_gpu, monkeypatch):
     monkeypatch.setattr(platform, "has_mosaic_gpu", lambda: False)
     assert "Mosaic GPU of JAX 0.11.2" in reason()
     assert kernels_in(lower_for_cuda(product, a, b)) == []
-    monkeypatch.setattr(platform, "no_device_reason", lambda: "there is no GPU")
+    monkeypatch.setattr(platform, "no_gpu_reason", lambda: "there is no GPU")
     assert reason() == "there is no GPU"
 
 

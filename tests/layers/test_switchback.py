@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_lowmem._src import quantized_matmul
-from optax_lowmem._src.quantized_matmul import E4M3, E5M2, INT8, LONGEST_SUM, Quantized
+from optax_lowmem._src.layers import quantized_matmul
+from optax_lowmem._src.layers.quantized_matmul import E4M3, E5M2, INT8, LONGEST_SUM, Quantized
 from tests import tolerances as tol
 from tests.oracle import switchback as oracle
 from tests.tiers import in_turn, rows
@@ -66,7 +66,7 @@ def quantize(x, axes, to):
 
 
 def test_the_variants_are_those_of_the_oracle():
-    from optax_lowmem._src.switchback.products import VARIANTS as known
+    from optax_lowmem._src.layers.switchback.products import VARIANTS as known
 
     assert set(known) == set(VARIANTS)
 

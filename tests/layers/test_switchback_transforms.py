@@ -15,7 +15,7 @@ pytest.importorskip("flax")
 
 import optax_lowmem as lowmem  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
-from optax_lowmem._src.switchback import products  # noqa: E402
+from optax_lowmem._src.layers.switchback import products  # noqa: E402
 
 rng = np.random.default_rng(0)
 X, W, G = (jnp.float32(rng.normal(size=s)) for s in [(5, 33), (33, 7), (5, 7)])

@@ -17,9 +17,9 @@ from flax import nnx  # noqa: E402
 import optax_lowmem as lowmem  # noqa: E402
 import optax_lowmem.flax  # noqa: E402
 from optax_lowmem import gaussws  # noqa: E402
-from optax_lowmem._src.flax import as_pure  # noqa: E402
 from optax_lowmem._src.kernels import platform  # noqa: E402
-from optax_lowmem._src.noise import kernels  # noqa: E402
+from optax_lowmem._src.layers.noise import kernels  # noqa: E402
+from optax_lowmem._src.training.flax import as_pure  # noqa: E402
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda  # noqa: E402
 from tests.noise.test_gaussws_transform import DOWN, UP, equal, leaf, noisy, start, stepper  # noqa: E402
 from tests.tiers import rows  # noqa: E402
@@ -139,7 +139,7 @@ def test_told_where_it_lies(spec, monkeypatch):
 
 def test_kernels_on_a_mesh(monkeypatch):
     """With a mesh of eight GPUs and partition specs, each device runs both kernels."""
-    monkeypatch.setattr(platform, "no_device_reason", lambda: None)
+    monkeypatch.setattr(platform, "no_gpu_reason", lambda: None)
     tx = noisy(optax.sgd(1e-2))
     mesh = gpu_mesh(a=8)
     begin = functools.partial(lowmem.init, tx, dtype=BF16, allow_rounding=True)

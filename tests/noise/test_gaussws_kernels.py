@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from optax_lowmem import codecs, gaussws
-from optax_lowmem._src.core import random
-from optax_lowmem._src.noise import kernels, kernels_triton
-from optax_lowmem._src.noise.distributions import BOX_MULLER, DIFFQ, GAUSSWS, NOISES
-from optax_lowmem._src.noise.formats import FORMATS
-from optax_lowmem._src.noise.kernels_triton import Strip
+from optax_lowmem._src.arrays import random
+from optax_lowmem._src.layers.noise import kernels, kernels_triton
+from optax_lowmem._src.layers.noise.distributions import BOX_MULLER, DIFFQ, GAUSSWS, NOISES
+from optax_lowmem._src.layers.noise.formats import FORMATS
+from optax_lowmem._src.layers.noise.kernels_triton import Strip
 from tests import tolerances as tol
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.tiers import rows, triton_often

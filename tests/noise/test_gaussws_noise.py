@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_lowmem import gaussws
-from optax_lowmem._src.core import random
-from optax_lowmem._src.noise import kernels
-from optax_lowmem._src.noise.distributions import GAUSSWS, pack
+from optax_lowmem._src.arrays import random
+from optax_lowmem._src.layers.noise import kernels
+from optax_lowmem._src.layers.noise.distributions import GAUSSWS, pack
 from tests import tolerances as tol
 from tests.oracle.gaussws import PROBABILITIES
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from optax_lowmem import gaussws
-from optax_lowmem._src.noise.formats import FORMATS, Scaled
+from optax_lowmem._src.layers.noise.formats import FORMATS, Scaled
 from tests import tolerances as tol
 from tests.oracle import gaussws as oracle
 from tests.tiers import in_turn, rows

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem import gaussws
-from optax_lowmem._src.core import random
+from optax_lowmem._src.arrays import random
 from tests import small_leaves
 from tests import tolerances as tol
 from tests.oracle import gaussws as oracle

@@ -292,7 +292,8 @@ def member(name):
 )
 def test_8_bit_moments_take_the_oracles_step(name, dtype):
     """Each step from the decoded state: weights from the new m itself, codes within their bound."""
-    storage, (tx, step) = FAMILY[name], member(name)
+    tx, step = member(name)
+    storage = tx.engine.storage
     params, state = lowmem.init(tx, device(parameters(SOME)), dtype)
     for t, g in enumerate(stream(4, SOME, dtype), start=1):
         before = decoded(params, state, storage)

@@ -11,8 +11,8 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import Storage
-from optax_lowmem._src.core.hyperparameters import decay_at
-from optax_lowmem._src.optimizers.adam import adam_moments
+from optax_lowmem._src.arrays.hyperparameters import decay_at
+from optax_lowmem._src.optim.optimizers.adam import adam_moments
 from tests.tiers import in_turn
 
 POWERS = (0.45, 0.5, 0.65, 0.8, 1.0)  # Figure 14's, Adafactor's, the plain mean

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.optimizers.newton_schulz import PRESETS, STANDARD, polar_factors
-from optax_lowmem._src.step import matrices
+from optax_lowmem._src.optim.optimizers.newton_schulz import PRESETS, STANDARD, polar_factors
+from optax_lowmem._src.optim.step import matrices
 from optax_lowmem.sharding import state_shardings
 from tests import tolerances
 from tests.compilation import SAME_BITS

@@ -20,7 +20,7 @@ from tests.pages import page_block
 FILE = page_block("CONTRIBUTING.md", "class RmsRule")  # the file of the optimizer
 flash_rmsprop, RECORD = FILE["flash_rmsprop"], FILE["RECORD"]
 # where master_params looks for states
-FILE["FlashRmsState"].__module__ = "optax_lowmem._src.optimizers.rmsprop"
+FILE["FlashRmsState"].__module__ = "optax_lowmem._src.optim.optimizers.rmsprop"
 NAME = "flash_rmsprop"
 
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core.block import Factors
+from optax_lowmem._src.arrays.block import Factors
 from tests import small_leaves, tolerances
 from tests.contract_cases import RULES
 from tests.tiers import rows

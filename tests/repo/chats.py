@@ -1,11 +1,6 @@
 """Tiny tokenizers, short chat templates as models have them, and files of chats."""
 
 import itertools
-import json
-
-import pytest
-
-from tests.repo.test_examples import example  # noqa: F401 (a fixture)
 
 CHARACTERS = "_$^abcdefghijklmnopqrstuvwxyz .?0123456789"  # `$` ends a message
 PLAIN = (
@@ -65,11 +60,6 @@ SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_t
 SIZE = 256 + len(SPECIAL)
 
 
-@pytest.fixture
-def texts(example):  # noqa: F811
-    return example("_llama.texts")
-
-
 def characters(padded=False):
     """A tokenizer with a token for each of CHARACTERS."""
     from tokenizers import Tokenizer, decoders, models
@@ -94,45 +84,6 @@ def bytewise():
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer.add_special_tokens(list(SPECIAL))
     return tokenizer
-
-
-@pytest.fixture
-def make(texts, tmp_path):
-    """Writes the folder of a tokenizer and a template, and returns its Texts."""
-
-    def folder(template=PLAIN, tokenizer=None, size=48, stops=None, **config):
-        if stops is None and "eos_token" not in config:
-            stops = CHARACTERS.index("$")
-        tokenizer = tokenizer or characters()
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
-        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
-        if template is not None:
-            config["chat_template"] = template
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        return texts.Texts(tmp_path, size)
-
-    return folder
-
-
-@pytest.fixture
-def chatml(make):
-    return make(CHATML, bytewise(), SIZE, eos_token="<|im_end|>")
-
-
-@pytest.fixture
-def read(tmp_path):
-    """Reads rows, lines or the bytes of a file."""
-
-    def data(texts, rows, length=1000):
-        if not isinstance(rows, bytes):
-            lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-            rows = "\n".join(lines).encode()
-        (tmp_path / "data.jsonl").write_bytes(rows)
-        return texts.read(tmp_path / "data.jsonl", length)
-
-    return data
 
 
 def chat(*contents, system=None):

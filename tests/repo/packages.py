@@ -1,13 +1,13 @@
-"""Write the table of packages in docs/internals/architecture.md: `python -m tests.repo.packages`.
+"""Write the table of floors in docs/internals/architecture.md: `python -m tests.repo.packages`.
 
-The description of a package is the first line of its docstring.
+The description of a package is the first paragraph of its docstring.
 """
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.repo.test_architecture import MAY_IMPORT, PACKAGE, REPO
+from tests.repo.test_architecture import FLOORS, PACKAGE, REPO
 
 PAGE = REPO / "docs/internals/architecture.md"
 MARKS = "<!-- packages -->\n", "<!-- end -->\n"
@@ -27,10 +27,12 @@ def lines(place: Path) -> int:
 def rows() -> Iterator[str]:
     yield "| package | lines | |"
     yield "|---|---|---|"
-    for name in MAY_IMPORT:
-        folder = PACKAGE / "_src" / name
-        place = folder if folder.is_dir() else folder.with_suffix(".py")
-        yield f"| `{name}` | {lines(place):,} | {description(place)} |"
+    for floor, rooms in FLOORS.items():
+        for name in (floor, *(f"{floor}/{room}" for room in rooms)):
+            folder = PACKAGE / "_src" / name
+            place = folder if folder.is_dir() else folder.with_suffix(".py")
+            text = description(place)
+            yield f"| `{name}` | {lines(place):,} | {f'**{text}**' if name == floor else text} |"
 
 
 def page() -> str:

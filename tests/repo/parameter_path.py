@@ -64,7 +64,7 @@ def walks() -> Iterator[tuple[str, list[CodeType]]]:
         return lowmem.step(tx, g, s, p)
 
     yield "lowmem.step, CPU", first_time(lambda: jax.jit(step).lower(grads, state, params))
-    with mock.patch.object(platform, "no_device_reason", lambda: None):
+    with mock.patch.object(platform, "no_gpu_reason", lambda: None):
         yield "lowmem.step, CUDA", first_time(lambda: lower_for_cuda(step, grads, state, params))
     with tempfile.TemporaryDirectory() as folder:
         yield (

@@ -18,39 +18,32 @@ TESTS = Path(__file__).parents[1]
 REPO = TESTS.parent
 PACKAGE = REPO / "optax_lowmem"
 
-# What each room of _src may import of the others (docs/internals/architecture.md says why).
-# A new room fails `test_every_room_has_a_place` until it has a line here. Public modules may import
-# everything, and nothing imports them.
-CORE = ("core", "kernels", "codecs", "blocks", "step")
-ALL_ROOMS = (*CORE, "optimizers", "wrappers")
-MAY_IMPORT = {
-    "core": (),
-    "kernels": ("core",),
-    "codecs": ("core", "kernels"),
-    "blocks": ("core", "kernels"),
-    "step": ("core", "kernels", "codecs", "blocks"),
-    "optimizers": CORE,
-    "wrappers": (*CORE, "optimizers"),
-    "quantized_matmul": ("core", "kernels"),
-    "switchback": (*ALL_ROOMS, "quantized_matmul"),
-    "fp8_flow": (*ALL_ROOMS, "quantized_matmul"),
-    "noise": ALL_ROOMS,
-    "losses": (*CORE, "quantized_matmul"),
-    "release": ALL_ROOMS,
-    "checkpoint": ALL_ROOMS,
-    "memory": ALL_ROOMS,
-    "diagnostics": ALL_ROOMS,
-    "sharding": ALL_ROOMS,
-    "flax": (*ALL_ROOMS, "release"),
-    "levanter": ALL_ROOMS,
+# The floors of _src, the rooms of each, and the floors that each may import besides its own
+# (docs/internals/architecture.md says why). A room imports the modules of its floor that are in no
+# room, and the rooms before it. Public modules may import everything, and nothing imports them.
+FLOORS = {
+    "arrays": ("roles", "codecs"),
+    "kernels": (),
+    "optim": ("blocks", "step", "optimizers", "wrappers"),
+    "layers": ("quantized_matmul", "switchback", "fp8_flow", "noise", "losses"),
+    "training": (
+        "gaussws_noise", "release", "checkpoint", "memory", "diagnostics", "sharding", "flax",
+        "levanter",
+    ),
+}  # fmt: skip
+BELOW = {
+    "arrays": (),
+    "kernels": ("arrays",),
+    "optim": ("arrays", "kernels"),
+    "layers": ("arrays", "kernels"),
+    "training": ("arrays", "kernels", "optim", "layers"),
 }
 # (file, room that it imports all the same): why. A file that no longer does fails the test.
 EXCEPTIONS = {
-    ("optimizers/__init__.py", "wrappers"): "stable_adamw's plain counterpart is update_clipping",
-    ("wrappers/chain.py", "noise"): "step folds clipping into an optimizer inside gaussws_noise",
-    ("memory/state.py", "checkpoint"): "the optax optimizer that a report compares with",
-    ("memory/decoders.py", "losses"): "the chunks of the loss, whose size is counted once",
-    ("losses/products.py", "fp8_flow"): "products of 8-bit operands, codes made once",
+    (
+        "optim/optimizers/__init__.py",
+        "optim/wrappers",
+    ): "stable_adamw's plain counterpart is update_clipping",
 }
 
 
@@ -97,28 +90,37 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def room_of(module: list[str]) -> str | None:
-    """The room of a module, or None for a public one and for `_src` itself."""
-    return module[2] if module[1:2] == ["_src"] and len(module) > 2 else None
+    """The floor and room of a module, `optim/step`, its floor if it is in no room, or None.
+
+    None is for public modules and for `_src` itself.
+    """
+    if module[1:2] != ["_src"] or len(module) < 3:
+        return None
+    floor, *rest = module[2:]
+    return f"{floor}/{rest[0]}" if rest and rest[0] in FLOORS.get(floor, ()) else floor
 
 
-def rooms() -> set[str]:
-    """The subpackages and modules directly inside _src."""
-    found = {room_of(module_of(path)) for path in sources("optax_lowmem/_src")} - {None}
-    assert {"core", "codecs"} <= found, "the package was not found"
-    return {room for room in found if room}
+def may_import(room: str, other: str) -> bool:
+    """Whether a module of one room may import one of another."""
+    floor, _, name = room.partition("/")
+    other_floor, _, other_name = other.partition("/")
+    if floor != other_floor:
+        return other_floor in BELOW.get(floor, ())
+    rooms = ("", *FLOORS[floor])
+    return rooms.index(other_name) <= rooms.index(name)
 
 
 def foreign_imports(path: Path) -> Iterator[tuple[str, str]]:
     """(room or public name, text) of the imports of one file that its room may not have."""
-    own = room_of(module_of(path))
-    if own is None:  # public modules re-export everything
+    room = room_of(module_of(path))
+    if room is None:  # public modules re-export everything
         return
-    allowed = {own, *MAY_IMPORT.get(own, ())}
     for line, target in imports(path):
         names = target.split(".")
-        room = room_of(names) or ".".join(names[:2])
-        if names[0] == "optax_lowmem" and room not in allowed:
-            yield room, f"{name_of(path)}:{line} imports {target}; {own} may not"
+        other = room_of(names)
+        if names[0] == "optax_lowmem" and not (other and may_import(room, other)):
+            other = other or ".".join(names[:2])
+            yield other, f"{name_of(path)}:{line} imports {target}; {room} may not"
 
 
 def exception_of(path: Path, room: str) -> tuple[str, str]:
@@ -131,15 +133,23 @@ def upward_imports(path: Path) -> list[str]:
     return [text for room, text in found if exception_of(path, room) not in EXCEPTIONS]
 
 
-def test_the_page_lists_every_package():
+def test_the_page_lists_every_room():
     page = (REPO / "docs/internals/architecture.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\| `(\w+)` \| [\d,]+ \|", page, re.MULTILINE)
-    assert listed == list(MAY_IMPORT), "run python -m tests.repo.packages"
+    listed = re.findall(r"^\| `([\w/]+)` \| [\d,]+ \|", page, re.MULTILINE)
+    rooms = [f"{floor}{room and '/'}{room}" for floor in FLOORS for room in ("", *FLOORS[floor])]
+    assert listed == rooms, "run python -m tests.repo.packages"
 
 
-def test_every_room_has_a_place():
-    """A room missing from MAY_IMPORT would escape the check of directions."""
-    assert rooms() == MAY_IMPORT.keys(), "say in MAY_IMPORT what the new room may import"
+def test_every_package_is_a_room():
+    """A package that is missing from FLOORS would be checked as a module of its floor."""
+    source = PACKAGE / "_src"
+    assert {p.name for p in source.iterdir() if p.name != "__pycache__"} - {"__init__.py"} == set(
+        FLOORS
+    )
+    for floor, rooms in FLOORS.items():
+        packages = {p.parent.name for p in (source / floor).glob("*/__init__.py")}
+        modules = {p.stem for p in (source / floor).glob("*.py")}
+        assert packages <= set(rooms) <= packages | modules, floor
 
 
 def test_imports_go_one_way():
@@ -158,19 +168,19 @@ def test_exceptions_are_needed():
         "import optax_lowmem",
         "from optax_lowmem import codecs",
         "from optax_lowmem import flash_adamw",
-        "from optax_lowmem._src import wrappers",
-        "from .. import update",
-        "from ..wrappers import chain",
-        "def f():\n    from optax_lowmem._src.optimizers.adam import flash_adamw",
-        "import importlib\nimportlib.import_module('optax_lowmem._src.step')",
+        "from optax_lowmem._src.optim import wrappers",
+        "from ... import kernels",
+        "from ...optim.wrappers import chain",
+        "def f():\n    from optax_lowmem._src.optim.optimizers.adam import flash_adamw",
+        "import importlib\nimportlib.import_module('optax_lowmem._src.optim.step')",
     ],
 )
 def test_upward_imports_are_noticed(text, tmp_path, monkeypatch):
     """Each way to import upwards from codecs, so that the check above is known to see it."""
     monkeypatch.setattr(sys.modules[__name__], "REPO", tmp_path)
-    path = tmp_path / "optax_lowmem" / "_src" / "codecs" / "probe.py"
+    path = tmp_path / "optax_lowmem" / "_src" / "arrays" / "codecs" / "probe.py"
     path.parent.mkdir(parents=True)
-    path.write_text("from .. import core\nfrom . import base\nimport jax\n" + text)
+    path.write_text("from .. import groups\nfrom . import base\nimport jax\n" + text)
     assert len(upward_imports(path)) == 1
 
 
@@ -243,21 +253,18 @@ ELEMENTARY = {
 }  # fmt: skip
 LIBRARIES = {"jnp", "jax.numpy", "lax", "jax.lax", "jax.nn", "tl", "libdevice"}
 FORMULAS = {
-    "core/clipping.py": "RMS_t, which an optimizer, a wrapper and a diagnostic share",
-    "core/hyperparameters.py": "of the step's number, once a step",
-    "core/numerics.py": "the logarithm where a backend has none of its own",
-    "blocks/block_means.py": "the mean of squares that Adam-mini's rule takes",
+    "arrays/hyperparameters.py": "of the step's number, once per step",
+    "arrays/numerics.py": "the logarithm where a backend has none of its own",
+    "optim/blocks/block_means.py": "the mean of squares in Adam-mini's rule",
+    "optim/clipping.py": "RMS_t, which an optimizer, a wrapper and a diagnostic share",
 }
 
 
 def carries_out(path: Path) -> bool:
-    """Return whether a module runs formulas of others: core, the step, and kernels."""
+    """Return whether a module runs formulas of others: arrays, the step, and kernels."""
     kernel = path.stem.endswith(("triton", "mosaic", "_tpu"))
-    return (
-        kernel
-        or room_of(module_of(path)) in {"core", "kernels", "step"}
-        or path.stem == "block_means"
-    )
+    runs = {"arrays", "kernels", "optim", "optim/step"}
+    return kernel or room_of(module_of(path)) in runs or path.stem == "block_means"
 
 
 def elementary(path: Path) -> Iterator[str]:

@@ -25,7 +25,7 @@ MODULES = [
 
 
 def test_modules_were_found():
-    assert {"optax_lowmem.memory", "optax_lowmem._src.wrappers.chain"} <= set(MODULES)
+    assert {"optax_lowmem.memory", "optax_lowmem._src.optim.wrappers.chain"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -43,7 +43,8 @@ def test_there_are_examples():
     assert len(examples) >= 20
 
 
-OF_DIAGNOSTICS = [name for name in MODULES if name.startswith("optax_lowmem._src.diagnostics.")]
+DIAGNOSTICS = "optax_lowmem._src.training.diagnostics."
+OF_DIAGNOSTICS = [name for name in MODULES if name.startswith(DIAGNOSTICS)]
 
 
 def public():

@@ -1,5 +1,6 @@
 """The examples as a user runs them, in a process of their own; and parts of them."""
 
+import argparse
 import importlib
 import json
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
@@ -29,14 +31,6 @@ def run_script(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=300,
     )
-
-
-@pytest.fixture
-def example(monkeypatch):
-    """Imports a module of examples/."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    with jax.numpy_rank_promotion("allow"):
-        yield importlib.import_module
 
 
 def test_trains_a_gpt_both_ways(tmp_path):
@@ -68,24 +62,6 @@ def test_trains_a_gpt_both_ways(tmp_path):
     assert "nu_scale" in done.stdout
 
 
-def test_trains_digits(tmp_path):
-    file = tmp_path / "records.jsonl"
-    flags = f"--steps 10 --batch 8 --seeds 2 --implementation xla --record {file}"
-    done = run_script("train_digits.py", *flags.split())
-    assert done.returncode == 0, done.stderr
-    assert "val_accuracy" in done.stdout and "4/4" in done.stdout
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {r["case"] for r in records} == {"digits-convnet steps=10/sgd"}
-    value = {(r["impl"], r["metric"], r["seed"]): r["value"] for r in records}
-    for seed in (0, 1):
-        assert value["optax-f32", "bytes_per_param", seed] == pytest.approx(12, abs=1e-3)
-        # Weights 2, gradients 2, correction 1, mu 1 + 2/32; biases and two small layers stay f32.
-        assert value["lowmem-xla", "bytes_per_param", seed] == pytest.approx(6.0625, abs=0.15)
-        plain, ours = (value[i, "val_loss", seed] for i in ("optax-f32", "lowmem-xla"))
-        assert plain != ours and abs(plain - ours) < 0.1
-    assert value["lowmem-xla", "val_loss", 0] != value["lowmem-xla", "val_loss", 1]
-
-
 def test_every_optimizer_of_the_table_is_a_choice(example):
     config = example("_gpt.config")
     assert {r.short_name for r in lowmem.OPTIMIZERS.values()} < config.OPTIMIZERS.keys()
@@ -110,21 +86,35 @@ def test_says_what_is_wrong(example, tmp_path, capsys, flags, message):
     assert message in f"{stopped.value} {capsys.readouterr().err}"
 
 
-def test_seeds_of_digits_together(tmp_path):
+WORDS = "--steps 3 --batch 8 --seeds 2 --compute float32".split()
+
+
+def test_trains_digits(tmp_path):
     """Two seeds in one program end as each does alone."""
-    words = "--steps 3 --batch 8 --seeds 2 --compute float32 --implementation xla --record".split()
-    alone, together = (tmp_path / f"{name}.jsonl" for name in ("alone", "together"))
-    done = run_script("train_digits.py", *words, str(alone))
-    assert done.returncode == 0, done.stderr
+    together = tmp_path / "together.jsonl"
     digits = importlib.import_module("benchmarks.suites.digits")
-    digits.main([*words, str(together), "--together", "2"])
-    one = {(r["impl"], r["seed"]): r["value"] for r in records.load(alone) if r["unit"] == "nats"}
+    digits.main([*WORDS, "--record", str(together)])
     pair = digits.Together("digits-convnet steps=3/sgd").pair(records.load(together))
-    for found, impl in ((pair.plain, "optax-f32"), (pair.ours, "lowmem-xla")):
-        assert found == pytest.approx([one[impl, 0], one[impl, 1]], rel=SEEDS_TOGETHER)
+    assert all(0.01 < abs(a - b) for a, b in (pair.plain, pair.ours))  # seeds differ
+    convnet = importlib.import_module("benchmarks.convnet")
+    args = argparse.Namespace(steps=3, batch=8, compute="float32", implementation="xla")
+    for found, impl in ((pair.plain, "optax-f32"), (pair.ours, "lowmem")):
+        tx = convnet.optimizer(impl, args.steps)
+        run = convnet.trainer(impl, tx, convnet.load(), args)
+        for seed in (0, 1):
+            key = jax.random.fold_in(jax.random.key(seed), 1)
+            loss, _ = run(*convnet.start(impl, tx, seed), key)
+            assert found[seed] == pytest.approx(float(loss), rel=SEEDS_TOGETHER)
+    assert pair.plain != pair.ours
+    assert np.abs(np.subtract(pair.plain, pair.ours)).max() < 0.1
 
 
-def test_digits_without_scikit_learn(example, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(SystemExit, match="needs scikit-learn"):
-        example("train_digits").main(["--steps", "1"])
+@pytest.mark.parametrize(("impl", "expected"), [("optax-f32", 12.0), ("lowmem", 6.0625)])
+def test_bytes_of_digits(example, impl, expected):
+    """Weights 2, gradients 2, correction 1, mu 1 + 2/32; biases and two small layers stay f32."""
+    convnet = importlib.import_module("benchmarks.convnet")
+    tx = convnet.optimizer(impl, 10)
+    params, _ = jax.eval_shape(lambda: convnet.start(impl, tx, 0))
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    total = example("_gpt.train").bytes_by_slot(tx, params)["total"]
+    assert total / count == pytest.approx(expected, abs=0.15)

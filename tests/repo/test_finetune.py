@@ -1,5 +1,6 @@
 """The fine-tuning example: as a user runs it, killed and resumed, with adapters."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -20,20 +21,12 @@ from benchmarks.suites import finetune as suite
 from optax_lowmem import plan
 from tests.compilation import QUICK_FLAGS
 from tests.contract_cases import assert_same
-from tests.repo.test_examples import ROOT, example, run_script  # noqa: F401 (a fixture)
-from tests.repo.tiny_model import flags, log_of, losses, make_folder, weights_of
+from tests.repo.test_examples import ROOT, run_script
+from tests.repo.tiny_model import flags, log_of, losses, weights_of
 from tests.tolerances import F32_SUM_ORDER
 from tests.wrappers.test_eager_programs import programs
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(autouse=True)
-def finetune(example):  # noqa: F811
-    return example("finetune")
+pytestmark = pytest.mark.usefixtures("finetune")
 
 
 def test_killed_and_resumed(folder, tmp_path):
@@ -158,6 +151,27 @@ def test_adamw_in_f32_has_the_losses_of_the_ordinary_run(trained):
     plain, ordinary = losses(trained("--optimizer optax.adamw")[0]), losses(trained()[0])
     assert plain[0] == pytest.approx(ordinary[0], rel=1e-3) and plain != ordinary
     assert np.mean(plain) == pytest.approx(np.mean(ordinary), rel=0.02)
+
+
+def test_master_weights_are_exported_one_at_a_time(finetune, trained, tmp_path, monkeypatch):
+    """In f32, with the bits of all at once, which a device may have no memory for."""
+    _, run = trained()
+    params, masters = [], lowmem.master_params(run.trained, run.state)
+    more = {"out": tmp_path, "dtype": "float32"}
+    args = types.SimpleNamespace(**vars(run.args) | more)
+    run = dataclasses.replace(run, setup=dataclasses.replace(run.setup, args=args))
+
+    def one(trained, state, make=lowmem.master_params):
+        params.append(len(jax.tree.leaves(trained)))
+        return make(trained, state)
+
+    monkeypatch.setattr(finetune.lowmem, "master_params", one)
+    finetune.export(run)
+    assert set(params) == {1} and len(params) == len(jax.tree.leaves(masters))
+    saved = weights_of(tmp_path / "model/model.safetensors")
+    up = masters["layers"]["mlp"]["up_proj"]["kernel"]
+    assert (up != run.trained["layers"]["mlp"]["up_proj"]["kernel"]).any()
+    np.testing.assert_array_equal(saved["model.layers.1.mlp.up_proj.weight"], up[1].T)
 
 
 def test_gradient_release(trained):

@@ -1,4 +1,4 @@
-"""What the fine-tuning example refuses, and how it stops: one line, before or during training."""
+"""Errors of the fine-tuning example: one line each, before or during training."""
 
 import json
 import os
@@ -15,18 +15,10 @@ import numpy as np
 import optax
 import pytest
 
-from tests.repo.test_examples import ROOT, example  # noqa: F401 (a fixture)
-from tests.repo.tiny_model import flags, log_of, make_folder, weights_of
+from tests.repo.test_examples import ROOT
+from tests.repo.tiny_model import flags, log_of, weights_of
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(autouse=True)
-def finetune(example):  # noqa: F811
-    return example("finetune")
+pytestmark = pytest.mark.usefixtures("finetune")
 
 
 # ---- before training -----------------------------------------------------------------------------
@@ -39,7 +31,7 @@ def finetune(example):  # noqa: F811
         ("--clip nan", "--clip: must be at least 0, got 'nan'"),
         ("--temperature -1", "--temperature: must be at least 0, got '-1'"),
         ("--warmup 2", "--warmup: must be at least 0 and below 1, got '2'"),
-        ("--sequence 0", "--sequence: must be at least 1, got 0"),
+        ("--sequence 0", "--sequence: must be at least 1, got '0'"),
         ("--held-out 1", "--held-out: must be at least 0 and below 1, got '1'"),
         ("--lr 0", "--lr: must be above 0, got '0'"),
         ("--epochs inf", "--epochs: must be above 0, got 'inf'"),
@@ -265,11 +257,12 @@ def test_an_epoch_takes_each_row_once(finetune, folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["flash_adamw", "flash_muon", "optax.adamw"])
-def test_biases_and_norms_are_not_decayed(example, name):  # noqa: F811
+def test_biases_and_norms_are_not_decayed(example, name):
     config, optimizer = example("_llama.config"), example("_llama.optimizer")
     shape = config.Shape(2, 16, 32, 2, 1, 48, bias=True)
     settings = config.Settings(
-        "", name, shape, 8, 1, 10, 1e-2, "", "none", "float32", 0, clip=0.0
+        preset="", optimizer=name, shape=shape, sequence=8, batch=1, steps=10, learning_rate=1e-2,
+        text="", remat="none", compute="float32", seed=0, clip=0.0,
     )  # fmt: skip
     weights = {
         "embed_tokens": {"embedding": jnp.ones((48, 16))},
@@ -296,8 +289,8 @@ def test_biases_and_norms_are_not_decayed(example, name):  # noqa: F811
     assert changed(True) == matrices | {"layers/q_proj/bias", "layers/input_norm/scale"}
 
 
-def test_stacked_biases_are_no_matrices_of_muon(example):  # noqa: F811
-    hidden = example("_llama.optimizer").hidden
+def test_stacked_biases_are_no_matrices_of_muon(example):
+    hidden = example("_gpt.config").hidden
     layer = {"q_proj": {"kernel": jnp.ones((2, 4, 4)), "bias": jnp.ones((2, 4))}}
     found = hidden({"layers": layer, "lm_head": {"kernel": jnp.ones((4, 4))}})
     assert found["layers"]["q_proj"]["bias"] is None and found["lm_head"]["kernel"] is None

@@ -20,7 +20,6 @@ from safetensors.numpy import load_file, save_file
 from optax_lowmem import plan
 from tests import tolerances as tol
 from tests.repo.pages import ROOT
-from tests.repo.test_examples import example  # noqa: F401 (a fixture)
 
 TINY = ROOT / "tests/golden/huggingface"
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
@@ -28,17 +27,17 @@ LLAMA = json.loads((TINY / "llama/config.json").read_text())
 
 
 @pytest.fixture
-def hf(example):  # noqa: F811
+def hf(example):
     return example("_llama.huggingface")
 
 
 @pytest.fixture
-def configuration(example):  # noqa: F811
+def configuration(example):
     return example("_llama.configuration")
 
 
 @pytest.fixture
-def models(example):  # noqa: F811
+def models(example):
     return example("_llama.model")
 
 
@@ -398,10 +397,10 @@ def test_adapters_are_merged_in_f32(hf, models, folder, tmp_path, dtype):
     assert np.abs(wanted - before[name].astype(np.float64)).max() > 0.05
 
 
-def test_frozen_weights_keep_their_bits(hf, models, example, folder, tmp_path):  # noqa: F811
+def test_frozen_weights_keep_their_bits(hf, models, example, folder, tmp_path):
     before = in_dtype(folder, np.float32)
     model = models.Llama(hf.read_shape(folder), stacked=False)
-    frozen = example("_llama.selection").frozen_by("embed_tokens|layers/0/", model)
+    frozen = example("_finetune.setup").frozen_by("embed_tokens|layers/0/", model)
     weights = hf.load(folder, model, lambda path: jnp.bfloat16)
     trained = models.part(weights, lambda path: not frozen(path))
     hf.save(tmp_path / "model", folder, model, trained, "bfloat16")
@@ -442,7 +441,7 @@ def test_an_export_replaces_the_one_before(hf, exported, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_an_export_that_stops(hf, exported, tmp_path, monkeypatch, error):
-    """What was there before is there, and nothing else."""
+    """The files are those of before, and no others."""
     out = exported()
     before = {file.name: file.read_bytes() for file in out.iterdir()}
 
@@ -547,10 +546,10 @@ def test_the_base_of_adapters(hf, models, folder, tmp_path, monkeypatch):
         (".", "matches every parameter"),
     ],
 )
-def test_patterns_that_freeze_nothing_or_everything(example, models, folder, pattern, message):  # noqa: F811
+def test_patterns_that_freeze_nothing_or_everything(example, models, folder, pattern, message):
     model = models.Llama(example("_llama.configuration").shape_of(LLAMA))
     with pytest.raises(ValueError, match=message):
-        example("_llama.selection").frozen_by(pattern, model)
+        example("_finetune.setup").frozen_by(pattern, model)
 
 
 def test_names_of_adapted_matrices():

@@ -1,7 +1,5 @@
 """Chat templates in the fine-tuning example: texts as transformers renders them, and answers."""
 
-# ruff: noqa: F401, F811 (fixtures)
-
 import json
 import sys
 
@@ -19,12 +17,7 @@ from tests.repo.chats import (
     TOOLS,
     bytewise,
     chat,
-    chatml,
-    example,
-    make,
     of_lines,
-    read,
-    texts,
 )
 
 CALL = {"name": "weather", "arguments": {"town": "Zürich's <old> & new", "days": 2}}

@@ -1,9 +1,6 @@
 """The data of the fine-tuning example: tokenizers, chat templates, files, and packed rows."""
 
-# ruff: noqa: F401, F811 (fixtures)
-
 import itertools
-import json
 import math
 
 import numpy as np
@@ -17,12 +14,7 @@ from tests.repo.chats import (
     bytewise,
     characters,
     chat,
-    chatml,
-    example,
-    make,
     of_lines,
-    read,
-    texts,
 )
 
 

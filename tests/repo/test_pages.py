@@ -11,7 +11,6 @@ import pytest
 import optax_lowmem as lowmem
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.repo.pages import DOCS, PAGES, README, ROOT, blocks_of, name_of, run_block
-from tests.repo.test_examples import example  # noqa: F401 (a fixture)
 
 WITH_CODE = [page for page in PAGES if blocks_of(page)]
 
@@ -125,7 +124,7 @@ def commands():
 
 
 @pytest.mark.parametrize(("script", "flags"), commands())
-def test_commands_of_examples_parse(example, script, flags):  # noqa: F811
+def test_commands_of_examples_parse(example, script, flags):
     assert example(script).parse_arguments(shlex.split(flags))
 
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import records
 from benchmarks.suites.plan import CASES, MODELS, planned
 from optax_lowmem import plan
-from optax_lowmem._src.memory import command
+from optax_lowmem._src.training.memory import command
 from tests import tolerances as tol
 
 ROWS = records.newest(records.all_records(), bench="plan")

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from tests.repo.pages import ROOT
-from tests.repo.test_examples import example  # noqa: F401 (a fixture)
 
 
-def test_smollm2(example, tmp_path, monkeypatch):  # noqa: F811
+def test_smollm2(example, tmp_path, monkeypatch):
     """Logits and text as transformers computes them, and again after a round trip."""
     pytest.importorskip("gguf")
     torch, transformers = map(pytest.importorskip, ("torch", "transformers"))

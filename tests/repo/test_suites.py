@@ -32,8 +32,8 @@ from benchmarks.suites.pairs import sizes
 from benchmarks.suites.step import bench as step
 from benchmarks.suites.step import many_leaves, tune
 from optax_lowmem import gaussws, layers
-from optax_lowmem._src.noise.kernels import block_shape
-from optax_lowmem._src.step import tuning
+from optax_lowmem._src.layers.noise.kernels import block_shape
+from optax_lowmem._src.optim.step import tuning
 from tests.contract_cases import QUICK_COMPILE, assert_alike
 
 GPU = "NVIDIA H100 80GB HBM3"

@@ -17,7 +17,7 @@ from benchmarks.example_records import case_of_llama
 from optax_lowmem import gaussws
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_same
-from tests.repo.test_examples import example, run_script  # noqa: F401 (a fixture)
+from tests.repo.test_examples import run_script
 from tests.wrappers.test_eager_programs import programs
 
 ONE, MESH = "--data-parallel 1", "--data-parallel 1 --fsdp 4 --tensor 2"
@@ -33,7 +33,7 @@ def program_of(make, settings):
 
 
 @pytest.fixture
-def llama(example, monkeypatch):  # noqa: F811
+def llama(example, monkeypatch):
     """The example's modules; programs are compiled once for neighbouring tests."""
     parts = SimpleNamespace(script=example("train_llama"))
     for name in ("config", "model", "mesh", "optimizer", "choose", "train", "report"):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.blocks import block_means, block_means_triton
-from optax_lowmem._src.blocks.block_means import has_columns, passes
-from optax_lowmem._src.core.block import Factors
+from optax_lowmem._src.arrays.block import Factors
 from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.optim.blocks import block_means, block_means_triton
+from optax_lowmem._src.optim.blocks.block_means import has_columns, passes
 from optax_lowmem.blocks import Block
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.tiers import rows, triton_often
@@ -261,7 +261,7 @@ def test_where_the_kernel_runs_the_optimizer_agrees(on_a_gpu, monkeypatch):
 
 def test_on_a_cpu_xla_takes_all():
     reason = block_means.supported(Block((0,)), drawn((512, 256), F32))
-    assert reason == platform.no_device_reason() and "cpu" in reason
+    assert reason == platform.no_gpu_reason() and "cpu" in reason
 
 
 @pytest.mark.gpu

@@ -9,8 +9,8 @@ import pytest
 
 import optax_lowmem as lowmem
 from benchmarks import model_shapes
-from optax_lowmem._src.step import gpu as gpu_step
-from optax_lowmem._src.step import reference, xla
+from optax_lowmem._src.optim.step import gpu as gpu_step
+from optax_lowmem._src.optim.step import reference, xla
 from tests.lowering import kernels_in, lower_for_cuda
 
 TX = lowmem.flash_adamw(1e-3)

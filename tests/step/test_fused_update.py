@@ -13,11 +13,11 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.core import random
-from optax_lowmem._src.optimizers import every_record
-from optax_lowmem._src.step import reference, xla
-from optax_lowmem._src.step.batch import Leaf, LeafBatch
-from optax_lowmem._src.step.prepare import prepare_leaves
+from optax_lowmem._src.arrays import random
+from optax_lowmem._src.optim.optimizers import every_record
+from optax_lowmem._src.optim.step import reference, xla
+from optax_lowmem._src.optim.step.batch import Leaf, LeafBatch
+from optax_lowmem._src.optim.step.prepare import prepare_leaves
 from tests import small_leaves, tolerances
 from tests.launch_cases import joined, same_scales, stored_slots, units
 from tests.tiers import rows
@@ -139,9 +139,9 @@ def by_reference(name, bits, dtype, rounding):
             if rule.prepares == "matrices":  # a step without weights is what they are made of
                 leaf = leaf._replace(p=None)
             elif rule.prepares is not None:
-                batch = LeafBatch(
-                    (plan,), [g], [p], [own], h_leaf, [{}], key[None], (0,), None, [own_shared],
-                    key[None],
+                batch = LeafBatch.of(
+                    [plan], ([g], [p], [own]), h_leaf, key[None],
+                    blockwise=[own_shared], blockwise_keys=key[None],
                 )  # fmt: skip
                 batch, (own_shared,) = prepare_leaves(rule, batch)
                 h_leaf, leaf = batch.h(0), batch.leaf(0)
@@ -211,7 +211,9 @@ def compare(plan, p, one, other, step=LEARNING_RATE * tolerances.REORDERED_STEP)
     masters = [master(plan, p, update, state.correction) for update, state in (one, other)]
     bits = plan.split and plan.split.bits
     unit = tolerances.REORDERED_MASTER[bits, jnp.dtype(plan.dtype)]
-    np.testing.assert_allclose(*masters, rtol=unit, atol=step)
+    moved = np.abs(masters[1] - np.asarray(p, np.float32)) / LEARNING_RATE  # errors grow with it
+    off = np.abs(masters[0] - masters[1])
+    np.testing.assert_array_less(off, unit * np.abs(masters[1]) + step * (1 + moved))
 
 
 def test_which_leaves_are_packed():
@@ -238,7 +240,7 @@ def test_small_outputs_are_computed_in_calls_that_xla_keeps():
 @pytest.fixture
 def folded(monkeypatch):
     """The clippings that became a factor."""
-    module, found = importlib.import_module("optax_lowmem._src.wrappers.chain"), []
+    module, found = importlib.import_module("optax_lowmem._src.optim.wrappers.chain"), []
     plain = module.clipping_factor
 
     def factor(link, updates, state):

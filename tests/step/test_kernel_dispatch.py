@@ -12,12 +12,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
-from optax_lowmem._src import step as fused_update
-from optax_lowmem._src.core import context
-from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.kernels import partitioned, platform
-from optax_lowmem._src.step import backend, gpu, tuning
-from optax_lowmem._src.step.batch import LeafBatch
+from optax_lowmem._src.arrays.groups import Tile
+from optax_lowmem._src.kernels import partitioned, platform, step_arguments
+from optax_lowmem._src.optim import step as fused_update
+from optax_lowmem._src.optim.step import backend, gpu, tuning
+from optax_lowmem._src.optim.step.batch import LeafBatch
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 
 STORAGE = lowmem.Storage(policy=lowmem.Policy(min_size=0))
@@ -211,8 +210,7 @@ def batches(*leaves, direct=True, **tuned):
 def indices_of_launches(rows, **tuned):
     """Of (plan, gradient, weight) each."""
     plans, gradients, weights = map(list, zip(*rows, strict=True))
-    empty, numbers = [None] * len(rows), tuple(range(len(rows)))
-    batch = LeafBatch(tuple(plans), gradients, weights, empty, {}, empty, None, numbers)
+    batch = LeafBatch.of(plans, (gradients, weights, [None] * len(rows)), {}, None)
     return gpu.group_leaves(batch, tuning.Tuning(**tuned))
 
 
@@ -300,10 +298,10 @@ def test_argument_then_trial_then_tuned_then_heuristic(monkeypatch):
     kind = jax.local_devices()[0].device_kind
     lines = {"pallas/2-slots": tuning.entry(tuned), "triton/1-slots": tuning.entry(other)}
     monkeypatch.setattr(tuning, "_tuned", lambda: {kind: lines, "another": {}})
-    with context.stepping(tuning=trial):
+    with step_arguments.stepping(tuning=trial):
         assert tuning.resolve(argument, "pallas", 2, 32) == argument
         assert tuning.resolve(None, "pallas", 2, 32) == trial
-        with context.stepping(tuning=argument):
+        with step_arguments.stepping(tuning=argument):
             assert tuning.resolve(None, "pallas", 1, 32) == argument
         assert tuning.resolve(None, "pallas", 1, 32) == trial
     assert tuning.resolve(None, "pallas", 2, 32) == tuned
@@ -321,7 +319,7 @@ def test_a_trial_reaches_the_step(on_a_gpu):
     shapes = {f"w{i}": jax.ShapeDtypeStruct((4, 64), BF16) for i in range(4)}
     state = jax.eval_shape(TX.init, shapes)
     for leaves, count in ((1, 4), (2, 2), (4, 1)):
-        with context.stepping(tuning=tuning.Tuning(leaves=leaves)):
+        with step_arguments.stepping(tuning=tuning.Tuning(leaves=leaves)):
             text = lower_for_cuda(functools.partial(lowmem.step, TX), shapes, state, shapes)
         assert sum("@launch" in line and "call" in line for line in text.splitlines()) == count
 

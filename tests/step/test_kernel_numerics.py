@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lowmem import codecs
-from optax_lowmem._src.codecs.affine import Grid
-from optax_lowmem._src.core import numerics
-from optax_lowmem._src.step import reference
+from optax_lowmem._src.arrays import numerics
+from optax_lowmem._src.arrays.codecs.affine import Grid
+from optax_lowmem._src.optim.step import reference
 from tests import tolerances
 
 F32 = jnp.float32

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem import release
-from optax_lowmem._src.core.sharding import placement
+from optax_lowmem._src.arrays.sharding import placement
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.step import gpu as gpu_step
-from optax_lowmem._src.step import on_mesh
+from optax_lowmem._src.optim.step import gpu as gpu_step
+from optax_lowmem._src.optim.step import on_mesh
 from optax_lowmem.codecs import linear4
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
@@ -61,7 +61,7 @@ def drawn(seed, dtype, scale):
 def gpus(monkeypatch):
     """Eight devices that take kernels, which run as plain JAX."""
     launch = gpu_step.launch
-    monkeypatch.setattr(platform, "no_device_reason", lambda: None)
+    monkeypatch.setattr(platform, "no_gpu_reason", lambda: None)
     as_jax = lambda *args, backend: launch(*args, backend="interpret")  # noqa: E731
     monkeypatch.setattr(gpu_step, "launch", as_jax)
 
@@ -244,7 +244,7 @@ def test_lowers_for_gpus():
     the_mesh, tx = gpu_mesh(a=8), made("flash_adamw")
     params = {"w": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(platform, "no_device_reason", lambda: None)
+        patch.setattr(platform, "no_gpu_reason", lambda: None)
         step = functools.partial(lowmem.step, tx, mesh=the_mesh, specs={"w": P("a")})
         text = lower_for_cuda(step, params, jax.eval_shape(tx.init, params), params, mesh=the_mesh)
     assert kernels_in(text) == ["fused_update"]

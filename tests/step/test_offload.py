@@ -12,8 +12,8 @@ from jax.sharding import SingleDeviceSharding
 
 import optax_lowmem as lowmem
 from optax_lowmem import release
-from optax_lowmem._src.core import host
-from optax_lowmem._src.release import offload_step, room
+from optax_lowmem._src.arrays import host
+from optax_lowmem._src.training.release import offload_step, room
 from tests.compilation import QUICK_COMPILE
 from tests.contract_cases import assert_same
 from tests.step.test_release import (

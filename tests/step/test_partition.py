@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem._src.kernels import partitioned
 from optax_lowmem._src.kernels.fallback import with_fallback
-from optax_lowmem._src.step import gpu
+from optax_lowmem._src.optim.step import gpu
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_alike
@@ -354,9 +354,9 @@ import jax, jax.numpy as jnp
 import optax_lowmem as lowmem
 from jax.sharding import NamedSharding, PartitionSpec as P
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.step import gpu
+from optax_lowmem._src.optim.step import gpu
 
-platform.no_device_reason = lambda: None
+platform.no_gpu_reason = lambda: None
 launch = gpu.launch
 gpu.launch = lambda *args, backend: launch(*args, backend="interpret")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

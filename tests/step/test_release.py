@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem import release
-from optax_lowmem._src.core import random
-from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.step import gpu as gpu_step
+from optax_lowmem._src.arrays import random
+from optax_lowmem._src.arrays.groups import Tile
+from optax_lowmem._src.optim.step import gpu as gpu_step
 from tests import launch_cases, small_leaves, tolerances
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import POLICY, RULES, assert_alike, assert_same, changes, distance
@@ -81,6 +81,11 @@ def batches(count=1):
 OF_LAYER = optax.contrib.MuonDimensionNumbers(1, 2)
 MATRICES = {"embed": optax.contrib.MuonDimensionNumbers(), "shared": None, "unread": None,
             "layers": {"norm": None, "w1": OF_LAYER, "w2": OF_LAYER}}  # fmt: skip
+# the rows of stacked norms as columns of one matrix
+ACROSS = {
+    **MATRICES,
+    "layers": {**MATRICES["layers"], "norm": optax.contrib.MuonDimensionNumbers()},
+}
 
 
 def make(name, learning_rate=lambda count: 1e-2 / (1 + count), **options):
@@ -174,7 +179,7 @@ def test_it_is_the_ordinary_step(name, dtype):
     "options, said",
     [
         (dict(adaptive=True), "reduces over a whole tensor.*per_layer=True"),
-        (dict(muon_weight_dimension_numbers=None), "norm.*row or column axis of its matrices"),
+        (dict(muon_weight_dimension_numbers=ACROSS), "norm.*row or column axis of its matrices"),
     ],
 )
 def test_layers_that_muon_cannot_take_apart(options, said):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem import release
-from optax_lowmem._src.release.trace import trace
+from optax_lowmem._src.training.release.trace import trace
 from tests.compilation import SAME_BITS
 from tests.contract_cases import POLICY, assert_alike, assert_same
 from tests.step.test_release import (

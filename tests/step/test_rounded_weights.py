@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core import numerics
-from optax_lowmem._src.step.plan import rounds_weights
+from optax_lowmem._src.arrays import numerics
+from optax_lowmem._src.optim.step.plan import rounds_weights
 from tests import tolerances
 from tests.tiers import rows
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.codecs.expansion import ExpandedCodec
+from optax_lowmem._src.arrays.codecs.expansion import ExpandedCodec
 from optax_lowmem.sharding import state_shardings
 from tests import small_leaves
 from tests.compilation import SAME_BITS

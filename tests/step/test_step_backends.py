@@ -18,17 +18,17 @@ from jax.sharding import AxisType, PartitionSpec
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.core import numerics, random
-from optax_lowmem._src.core.block import Block
-from optax_lowmem._src.core.groups import Tile, Tiling
+from optax_lowmem._src.arrays import numerics, random
+from optax_lowmem._src.arrays.block import Block
+from optax_lowmem._src.arrays.groups import Tile, Tiling
 from optax_lowmem._src.kernels import tiles
 from optax_lowmem._src.kernels.gpu_kernel import Run
-from optax_lowmem._src.optimizers.adam import AdamRule
-from optax_lowmem._src.step import backend, reference, tuning
-from optax_lowmem._src.step import gpu as gpu_step
-from optax_lowmem._src.step.batch import Leaf, LeafBatch
-from optax_lowmem._src.step.rule import OF_BLOCK
-from optax_lowmem._src.step.tpu import pallas_tpu
+from optax_lowmem._src.optim.optimizers.adam import AdamRule
+from optax_lowmem._src.optim.step import backend, reference, tuning
+from optax_lowmem._src.optim.step import gpu as gpu_step
+from optax_lowmem._src.optim.step.batch import Leaf, LeafBatch
+from optax_lowmem._src.optim.step.rule import OF_BLOCK
+from optax_lowmem._src.optim.step.tpu import pallas_tpu
 from tests import launch_cases, small_leaves, tolerances, triton_on_numpy
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import RULES, covering, pairwise
@@ -208,7 +208,10 @@ def both(case, tuned=SMALL, options=SAME_BITS):
             own = reference.prepare(case.rule, plan, leaf, h)
             hs.append(own if leaf.of_block is None else {OF_BLOCK: leaf.of_block})
         plans, numbers = tuple(case.plans), tuple(case.numbers)
-        batch = LeafBatch(plans, gradients, weights, states, h, hs, keys, numbers, "pallas")
+        arrays = gradients, weights, states
+        batch = LeafBatch.of(
+            plans, arrays, h, keys, operands=hs, numbers=numbers, implementation="pallas"
+        )
         found = backend.fused_updates(case.rule, batch, tuned)
         wanted = []
         for i, (plan, leaf, number) in enumerate(zip(plans, leaves, numbers, strict=True)):

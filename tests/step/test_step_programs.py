@@ -14,12 +14,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core import context
-from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.kernels import jax_triton_call, platform
-from optax_lowmem._src.step import backend, tuning
-from optax_lowmem._src.step import gpu as gpu_step
-from optax_lowmem._src.step.tpu import pallas_tpu
+from optax_lowmem._src.arrays.groups import Tile
+from optax_lowmem._src.kernels import jax_triton_call, platform, step_arguments
+from optax_lowmem._src.optim.step import backend, tuning
+from optax_lowmem._src.optim.step import gpu as gpu_step
+from optax_lowmem._src.optim.step.tpu import pallas_tpu
 from optax_lowmem.sharding import state_shardings
 from tests import launch_cases, tolerances
 from tests.compilation import SAME_BITS
@@ -54,7 +53,7 @@ from tests.tiers import rows
 @pytest.fixture
 def without_pallas(monkeypatch):
     """A GPU's JAX that does not lower Pallas through Triton."""
-    monkeypatch.setattr(platform, "no_device_reason", lambda: None)
+    monkeypatch.setattr(platform, "no_gpu_reason", lambda: None)
     monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
     monkeypatch.setattr(platform, "has_jax_triton", lambda: True)
 
@@ -234,7 +233,7 @@ TILES = [Tile(256, 1), Tile(1024, 4), Tile(4096, 8)]
 @pytest.mark.parametrize("tile", rows(TILES, TILES[:1]), ids=str)
 def test_tiles_lower_for_cuda(on_a_gpu, tile):
     shapes = [(64, 64), (3, 50257), (2, 3, 50), (5, 1)]
-    with context.stepping(tuning=tuning.Tuning(tile)):
+    with step_arguments.stepping(tuning=tuning.Tuning(tile)):
         for size in (24, 32, 5000):
             tx = builder("flash_adamw")(storage=storage(group_size=size))
             assert kernels_in(lowered(tx, shapes, BF16, True))
@@ -318,7 +317,7 @@ def abstract(tx, shapes=TREE):
     return params, jax.eval_shape(tx.init, params), params
 
 
-@pytest.mark.parametrize("optimizer", rows(lowmem.OPTIMIZERS, ["stable_adamw"]))
+@pytest.mark.parametrize("optimizer", rows(lowmem.OPTIMIZERS, ["flash_adam_mini", "stable_adamw"]))
 def test_traced_anywhere(optimizer):
     # the leaves here have fewer rows and columns than are factored by default
     more = {"min_dim_size_to_factor": 64} if optimizer == "flash_factored_adamw" else {}

@@ -8,7 +8,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import Storage
-from optax_lowmem._src.core import varying
+from optax_lowmem._src.arrays import varying
 from tests import tolerances
 from tests.meshes import mesh_of
 

@@ -161,7 +161,7 @@ def test_slots_of_weights_in_a_named_tuple_keep_their_names(kind):
 
 
 def test_a_registered_state_of_any_name_is_found_inside_wrappers(monkeypatch):
-    from optax_lowmem._src.wrappers import slots
+    from optax_lowmem._src.optim.wrappers import slots
 
     class Velocity(NamedTuple):
         speed: Any
@@ -177,7 +177,7 @@ def test_a_registered_state_of_any_name_is_found_inside_wrappers(monkeypatch):
 
 
 def test_a_slot_that_starts_as_the_weights_stays_so_before_one_of_zeros(monkeypatch):
-    from optax_lowmem._src.wrappers import slots
+    from optax_lowmem._src.optim.wrappers import slots
 
     class Anchored(NamedTuple):
         anchor: Any

@@ -11,8 +11,8 @@ import pytest
 import optax_lowmem as lowmem
 from benchmarks.model_shapes import gpt2_124m, llama_3_1_8b
 from optax_lowmem import Storage
-from optax_lowmem._src.core import trees
-from optax_lowmem._src.wrappers import stale_corrections
+from optax_lowmem._src.arrays import trees
+from optax_lowmem._src.optim.wrappers import stale_corrections
 from tests.tiers import in_turn, rows
 
 PARAMS = {

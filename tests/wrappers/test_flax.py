@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.step.engine import Engine
+from optax_lowmem._src.optim.step.engine import Engine
 from tests.contract_cases import POLICY, assert_alike, assert_same
 
 pytest.importorskip("flax")
@@ -25,7 +25,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OWG  # noqa: E402
 from flax.training import train_state  # noqa: E402
 
 import optax_lowmem.flax as ours  # noqa: E402
-from optax_lowmem._src.flax import as_pure  # noqa: E402
+from optax_lowmem._src.training.flax import as_pure  # noqa: E402
 from tests.meshes import mesh_of  # noqa: E402
 from tests.tiers import rows  # noqa: E402
 
@@ -588,7 +588,7 @@ def test_trainers_get_our_optimizer_and_accumulation(monkeypatch):
 def test_without_flax_the_import_says_what_to_install(monkeypatch):
     spec = importlib.util.spec_from_file_location("flaxless", ours.__file__)
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.delitem(sys.modules, "optax_lowmem._src.flax")
+    monkeypatch.delitem(sys.modules, "optax_lowmem._src.training.flax")
     monkeypatch.setitem(sys.modules, "flax", None)  # Python's way to say that it is not there
     with pytest.raises(ImportError, match=r"pip install flax"):
         spec.loader.exec_module(module)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.step.engine import Engine
+from optax_lowmem._src.optim.step.engine import Engine
 from tests.checkpoint_cases import SMALL, assert_same_bits
 
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 import optax_lowmem.flax as ours
 from optax_lowmem import checkpoint
-from optax_lowmem._src.core import trees
-from optax_lowmem._src.flax import as_pure
+from optax_lowmem._src.arrays import trees
+from optax_lowmem._src.training.flax import as_pure
 from optax_lowmem.sharding import state_shardings
 from tests.checkpoint_cases import assert_same_bits
 from tests.compilation import SAME_BITS

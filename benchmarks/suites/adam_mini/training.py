@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from _gpt import train
-from _gpt.config import ModelShape, Settings, matrices
+from _gpt.config import ModelShape, Settings
 
 import optax_lowmem as lowmem
 from benchmarks import training
@@ -22,6 +22,7 @@ from benchmarks.curves import CURVES
 from benchmarks.training import Curve, Program
 from benchmarks.variants import Part, built, parser
 from optax_lowmem import codecs
+from optax_lowmem.blocks import decay_mask
 
 GROUP = 256
 # Adam-mini's for pre-training, which Q-Adam-mini takes over; matrices decay, the embedding too.
@@ -53,7 +54,8 @@ VARIANTS = {
 }
 
 _45M = Settings(
-    "gpt-45m", "q_adam_mini", ModelShape(layers=4, heads=8, width=512, tied=False, fused=False),
+    preset="gpt-45m", optimizer="q_adam_mini",
+    shape=ModelShape(layers=4, heads=8, width=512, tied=False, fused=False),
     context=256, batch=8, steps=10_000, learning_rate=1e-3, tokenizer="bpe", vocab=32_000,
     text="installed", held_out_batches=128, compute="bfloat16",
 )  # fmt: skip
@@ -102,7 +104,7 @@ class Experiment(training.Experiment):
 
     def lower(self, name: str) -> Program:
         chain = optax.chain if name == PLAIN else lowmem.chain
-        make = functools.partial(VARIANTS[name], blocks=self.blocks, mask=matrices, **ADAM)
+        make = functools.partial(VARIANTS[name], blocks=self.blocks, mask=decay_mask, **ADAM)
         tx = chain(optax.clip_by_global_norm(train.CLIP), make(self.run.schedule()))
         dtype = None if name == PLAIN else jnp.float32
         return self.optimized(tx, self.weights, self.loss, dtype, measure=self._measured)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import train_llama
+from _gpt.arguments import is_out_of_memory
 from _gpt.train import planned_bytes
 from _llama import train
 from _llama.choose import activations as kept_by_default
@@ -103,7 +104,7 @@ def timed(program: Any) -> dict[str, float] | None:
     try:
         rate = stepped(program, program.settings.steps)["tokens_per_s"]
     except jax.errors.JaxRuntimeError as error:
-        if not train_llama.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         return None
     numbers = {"tokens_per_s": rate, "planned_bytes": planned_bytes(program.compiled)}

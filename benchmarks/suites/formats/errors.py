@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.suites.formats.formats import EXACT, MU, NU, PAPER_GROUP, Copy, Pair
 from optax_lowmem import codecs
-from optax_lowmem._src.core import groups
+from optax_lowmem._src.arrays import groups
 
 EPS = 1e-8  # Adam's, outside the root
 

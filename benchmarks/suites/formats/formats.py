@@ -4,8 +4,8 @@ import dataclasses
 import itertools
 
 from optax_lowmem import codecs
-from optax_lowmem._src.codecs.base import Float32Scale
-from optax_lowmem._src.codecs.float8 import MinifloatCodec
+from optax_lowmem._src.arrays.codecs.base import Float32Scale
+from optax_lowmem._src.arrays.codecs.float8 import MinifloatCodec
 from optax_lowmem.codecs import GroupCodec
 
 MU, NU = "mu", "nu"

@@ -14,20 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _gpt import train
-from _gpt.config import ModelShape, Settings, matrices
+from _gpt.config import ModelShape, Settings
 
 from benchmarks import training
 from benchmarks.suites.formats import errors as fe
 from benchmarks.suites.formats.formats import MU, NU, STOCHASTIC, Copy, Pair
 from benchmarks.training import Text
 from optax_lowmem import codecs
-from optax_lowmem._src.core import random, trees
+from optax_lowmem._src.arrays import random, trees
+from optax_lowmem.blocks import decay_mask
 
 # the examples' model of that name; 2048 tokens a step leave the gradients noisy
 _42M = Settings(
-    "gpt-42m", "adamw", ModelShape(layers=8, heads=8, width=512), context=256, batch=8,
-    steps=3_000, learning_rate=1e-3, tokenizer="bpe", vocab=32_000, text="installed",
-    held_out_batches=100, compute="bfloat16",
+    preset="gpt-42m", optimizer="adamw", shape=ModelShape(layers=8, heads=8, width=512),
+    context=256, batch=8, steps=3_000, learning_rate=1e-3, tokenizer="bpe", vocab=32_000,
+    text="installed", held_out_batches=100, compute="bfloat16",
 )  # fmt: skip
 _3M = dataclasses.replace(
     _42M, preset="gpt-3m", shape=ModelShape(layers=2, heads=4, width=256), context=64, steps=1_500,
@@ -137,7 +138,7 @@ class Experiment(training.Experiment):
         self.loss = train.loss_function(graphdef, settings.compute)
         self.clip = optax.clip_by_global_norm(train.CLIP)
         betas = DECAYS[MU], DECAYS[NU]
-        self.adamw = optax.adamw(settings.schedule(), *betas, weight_decay=0.1, mask=matrices)
+        self.adamw = optax.adamw(settings.schedule(), *betas, weight_decay=0.1, mask=decay_mask)
         shapes = jax.eval_shape(self.weights, jax.random.key(0))
         self.sample = Sample.of(shapes, chunks, seed)
         self.parameters = sum(p.size for p in jax.tree.leaves(shapes))

@@ -19,7 +19,7 @@ from benchmarks.suites.gaussws import training
 from benchmarks.suites.gaussws.training import PRESETS, End, Experiment
 from benchmarks.variants import Part, built, parser, usual
 from optax_lowmem import gaussws
-from optax_lowmem._src.core import trees
+from optax_lowmem._src.arrays import trees
 
 CURVES = records.RESULTS / "gaussws.npz"
 RUN = (*training.NOISES, training.OTHER_START)

@@ -15,8 +15,8 @@ from jax import lax
 from benchmarks import records, timing
 from benchmarks.suites.linear import peers as linear_peers
 from benchmarks.timing import Timed
-from optax_lowmem._src import quantized_matmul as kernels
-from optax_lowmem._src.quantized_matmul import E4M3, INT8
+from optax_lowmem._src.layers import quantized_matmul as kernels
+from optax_lowmem._src.layers.quantized_matmul import E4M3, INT8
 from optax_lowmem.layers import switchback_dot_general
 
 # tokens x in x out: the targets, then SwitchBack's Figure 6 (dim to 4 dim and back)

@@ -22,8 +22,9 @@ from benchmarks.peers.device_loop import live_bytes
 from benchmarks.suites.gaussws.training import BASE, NOISES, Experiment, bitwidths
 from benchmarks.timing import Keyed
 from benchmarks.training import Program, Run, Text
-from optax_lowmem._src.core import context, trees
-from optax_lowmem._src.noise import distributions, formats, kernels
+from optax_lowmem._src.arrays import trees
+from optax_lowmem._src.kernels import step_arguments
+from optax_lowmem._src.layers.noise import distributions, formats, kernels
 
 # rows x columns: Llama 3.2 1B has (2k, 0.5k) to (2k, 8k), Llama 3.1 405B (16k, 1k) to (16k, 16k)
 SHAPES = [
@@ -51,7 +52,7 @@ def forward(name: str) -> Callable[..., jax.Array]:
 
     def in_one(w: jax.Array, factor: jax.Array, key: jax.Array) -> jax.Array:
         noise = distributions.NOISES["gaussws" if name == XLA else name]
-        with context.stepping(implementation="xla" if name == XLA else None):
+        with step_arguments.stepping(implementation="xla" if name == XLA else None):
             return kernels.sample(w, None, factor, key, noise, to, BF16)[0]
 
     def of_normal(w: jax.Array, factor: jax.Array, key: jax.Array) -> jax.Array:

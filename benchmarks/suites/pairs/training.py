@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _gpt.config import matrices
 from _gpt.train import build_model, loss_function
 from _llama.config import FP8
 from _llama.model import Llama
@@ -59,7 +58,7 @@ def model(run: Pairs, vocab: int, activations: str) -> tuple[Any, Any]:
 def optimizer(run: Pairs, name: str) -> optax.GradientTransformation:
     chosen = VARIANTS[name]
     rule, (b1, b2) = chosen.rule, run.betas[chosen.rule]
-    more: dict[str, Any] = {"weight_decay": run.decays[rule], "mask": matrices}
+    more: dict[str, Any] = {"weight_decay": run.decays[rule], "mask": lowmem.blocks.decay_mask}
     if chosen.blocks:
         more["blocks"] = lowmem.blocks.Structure(run.shape.heads)
     chain = optax.chain if chosen.plain else lowmem.chain

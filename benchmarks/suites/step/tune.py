@@ -15,9 +15,9 @@ import jax
 
 from benchmarks import records
 from benchmarks.peers import cases, in_jax, processes
-from optax_lowmem._src import step as fused_update
-from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.step import tuning
+from optax_lowmem._src.arrays.groups import Tile
+from optax_lowmem._src.optim import step as fused_update
+from optax_lowmem._src.optim.step import tuning
 
 TUNED = Path(fused_update.__file__).parent / "tuned.json"
 TILES = (Tile(1024, 4), Tile(512, 2), Tile(2048, 4), Tile(2048, 8), Tile(4096, 8))

@@ -15,7 +15,7 @@ from benchmarks import records
 from benchmarks.suites.switchback.training import PRESETS, VARIANTS, Experiment
 from benchmarks.variants import Part, built, parser, usual
 from optax_lowmem import layers
-from optax_lowmem._src.quantized_matmul import INT8, quantize
+from optax_lowmem._src.layers.quantized_matmul import INT8, quantize
 
 CURVES = records.RESULTS / "switchback.npz"
 # what a large batch is told apart with; all variants of a run at a usual batch

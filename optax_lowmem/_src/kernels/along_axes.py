@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 
-from optax_lowmem._src.core import numerics
+from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.kernels.partitioned import EVERY, Partition, Tiles
 

@@ -11,7 +11,7 @@ import jax
 import jax.extend as jex
 from jax.interpreters import ad, batching, mlir
 
-from optax_lowmem._src.core.compiled import is_eager
+from optax_lowmem._src.arrays.compiled import is_eager
 from optax_lowmem._src.kernels import partitioned
 from optax_lowmem._src.kernels.partitioned import Partition
 

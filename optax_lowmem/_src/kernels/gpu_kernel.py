@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.core.numerics import Approximations, Elementwise
-from optax_lowmem._src.core.typing import T
+from optax_lowmem._src.arrays.numerics import Approximations, Elementwise
+from optax_lowmem._src.arrays.typing import T
 
 BACKENDS = ("pallas", "triton")  # first the one that needs only JAX
 

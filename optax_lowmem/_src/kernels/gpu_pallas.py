@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.typing import T
+from optax_lowmem._src.arrays import numerics
+from optax_lowmem._src.arrays.typing import T
 from optax_lowmem._src.kernels.gpu_kernel import (
     Body,
     Index,

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.groups import result_like
-from optax_lowmem._src.core.typing import Shaped, T
+from optax_lowmem._src.arrays import numerics
+from optax_lowmem._src.arrays.groups import result_like
+from optax_lowmem._src.arrays.typing import Shaped, T
 from optax_lowmem._src.kernels import jax_triton_call, jaxpr_to_triton, platform
 from optax_lowmem._src.kernels.gpu_kernel import Body, Index, Operand, Program, Run, bisect
 

@@ -8,7 +8,7 @@ import jax
 import jax.extend as jex
 from jax.interpreters import mlir
 
-from optax_lowmem._src.core import varying
+from optax_lowmem._src.arrays import varying
 
 
 def _triton_call() -> Callable[..., Any]:

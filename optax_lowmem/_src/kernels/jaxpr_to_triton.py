@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_lowmem._src.core import numerics
+from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.kernels import gpu_kernel
 
 Jaxpr: TypeAlias = jex.core.ClosedJaxpr

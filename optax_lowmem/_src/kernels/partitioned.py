@@ -62,7 +62,7 @@ def available() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How an array is cut.
+    """Division of an array among devices.
 
     `devices` are positions in the program's order, [parts of each dimension..., copies].
     """
@@ -110,7 +110,7 @@ class Tiles:
 
 
 class Partition(abc.ABC):
-    """How a call is cut into the work of devices, each of which has parts of the operands.
+    """Division of a call into the work of devices, each of which has parts of the operands.
 
     XLA calls its methods while it compiles; they use the context variables of its creation.
     """

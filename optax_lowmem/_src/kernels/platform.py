@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from optax_lowmem._src.core.groups import MAX_ELEMENTS
+from optax_lowmem._src.arrays.groups import MAX_ELEMENTS
 
 FLOATS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))  # that kernels read
 _OLDEST = 8.0  # compute capability of Ampere, the oldest with bfloat16 in Triton
@@ -29,7 +29,7 @@ _MULTIPROCESSORS = 132  # of an H100 SXM or an H200
 
 
 @functools.cache
-def no_device_reason() -> str | None:
+def no_gpu_reason() -> str | None:
     """Return the reason why GPU kernels cannot be used on this machine, or None."""
     if jax.default_backend() != "gpu":
         return f"the default backend is {jax.default_backend()}, and kernels are for NVIDIA GPUs"
@@ -41,12 +41,17 @@ def no_device_reason() -> str | None:
     return None
 
 
+def has_gpu() -> bool:
+    """Return whether GPU kernels can be used on this machine."""
+    return no_gpu_reason() is None
+
+
 def no_kernel_reason(x: object = None) -> str | None:
     """Return the reason why the traced computation uses no GPU kernels on an array, or None.
 
     For how many devices it is, `fallback.with_fallback` decides where JAX lowers it.
     """
-    return no_device_reason() or explicit_axes_reason(x)
+    return no_gpu_reason() or explicit_axes_reason(x)
 
 
 def explicit_axes_reason(x: object) -> str | None:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.core import groups, random
-from optax_lowmem._src.core.block import Block
-from optax_lowmem._src.core.groups import Tiling
+from optax_lowmem._src.arrays import groups, random
+from optax_lowmem._src.arrays.block import Block
+from optax_lowmem._src.arrays.groups import Tiling
 from optax_lowmem._src.kernels.gpu_kernel import Index, Operand, Run
 
 VECTOR = 8  # neighbours that a thread loads at once

@@ -1,0 +1,1 @@
+"""Numerics, random bits, groups and codecs of arrays; trees of parameters and their roles."""

@@ -1,0 +1,1 @@
+"""Roles of parameters in a model, read from their names and shapes."""

@@ -1,0 +1,307 @@
+"""Shardings of arrays over a mesh: checked, with errors that name the array; and Explicit axes.
+
+The sharding of an array on Explicit mesh axes is part of its type, and every operation on it must
+determine its result's sharding. A step cannot, since it reshapes rows into groups, which may span
+two devices: it is compiled with Auto axes, and only its arguments and results have shardings in
+their types.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from optax_lowmem._src.arrays import groups, trees
+from optax_lowmem._src.arrays.compiled import is_eager
+from optax_lowmem._src.arrays.typing import Shaped, Tree
+
+Axes = tuple[str, ...]  # mesh axes that shard one dimension, outermost first
+Sharding = NamedSharding | PartitionSpec | None  # of a leaf; None means replicated
+Given = TypeVar("Given")
+
+
+def entry(axes: Axes) -> None | str | Axes:
+    """Return the PartitionSpec entry of a dimension: None, one mesh axis, or a tuple of them."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def axes_of(spec: PartitionSpec, rank: int) -> list[Axes]:
+    """Return the mesh axes that shard each dimension."""
+    entries = [*spec, *[None] * (rank - len(spec))]
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The sharding of an array: its mesh, and the mesh axes that shard each dimension."""
+
+    mesh: Mesh | AbstractMesh
+    axes: tuple[Axes, ...]
+
+    def parts(self, dimension: int) -> int:
+        """Return the number of shards along a dimension."""
+        return self.count(self.axes[dimension])
+
+    def count(self, axes: Axes) -> int:
+        """Return the number of shards over some mesh axes."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The PartitionSpec, with an entry for every dimension."""
+        return PartitionSpec(*map(entry, self.axes))
+
+    def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a shard."""
+        return tuple(size // self.parts(d) for d, size in enumerate(shape))
+
+    def starts(self, sizes: Sequence[int]) -> list[jax.Array]:
+        """Return the first index of this device's shard along each axis, in a `shard_map`.
+
+        `sizes` are those of a shard, in the unit of the index (elements or groups).
+        """
+        return [
+            lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size) if axes else jnp.uint32(0)
+            for axes, size in zip(self.axes, sizes, strict=True)
+        ]
+
+    def cut_groups(self, shape: tuple[int, ...], group_size: int) -> str | None:
+        """Describe how shards cut through groups of the last axis; None if they do not."""
+        return groups.cut_reason(shape[-1], self.parts(-1), group_size)
+
+    def cuts_some(self, shape: tuple[int, ...], group_sizes: Iterable[int]) -> bool:
+        """Return whether shards cut through groups of any of these sizes."""
+        return any(self.cut_groups(shape, size) for size in group_sizes)
+
+    def of_state(
+        self, whole: tuple[int, ...], shape: tuple[int, ...], group_sizes: Iterable[int]
+    ) -> NamedSharding:
+        """Return the sharding of a state array, of shape `shape`, of a parameter of shape `whole`.
+
+        It is the parameter's, but replicated along axes whose shards would cut through a group or a
+        head, and fully replicated if the number of dimensions differs.
+        """
+        sizes = frozenset(group_sizes)
+        axes: list[Axes] = []
+        if len(shape) == len(whole):
+            for d, names in enumerate(self.axes):
+                axes.append(names if self._splits(whole, d, shape[d], sizes) else ())
+        return NamedSharding(self.mesh, PartitionSpec(*map(entry, axes)))
+
+    def _splits(
+        self, whole: tuple[int, ...], d: int, entries: int, group_sizes: frozenset[int]
+    ) -> bool:
+        """Return whether `entries` entries along a dimension can be sharded as the parameter's are.
+
+        Neighbours that one entry covers (a group, a head) must be in one shard.
+        """
+        if whole[d] == entries:
+            return True
+        if entries == 0 or entries % self.parts(d):
+            return False
+        if any(entries == groups.group_count(whole[d], size) for size in group_sizes):
+            return d < len(whole) - 1 or not self.cuts_some(whole, group_sizes)
+        return whole[d] % entries == 0
+
+
+def placement(
+    path: str, shape: tuple[int, ...], sharding: Sharding, mesh: Mesh | AbstractMesh
+) -> Placement:
+    """Check the sharding of an array, and return it as a `Placement`; `mesh` is of a PartitionSpec.
+
+    Raises if the mesh lacks an axis, or an axis is named twice or does not divide its dimension.
+    """
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding or PartitionSpec()
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else mesh
+    axes = axes_of(spec, len(shape))
+    where = f"parameter '{path}' of shape {shape} with {spec}"
+    if len(axes) > len(shape):
+        raise ValueError(f"{where}: the spec has more entries than the parameter has dimensions.")
+    named = [axis for names in axes for axis in names]
+    for axis in named:
+        if axis not in mesh.shape:
+            raise ValueError(f"{where}: the mesh has no axis '{axis}', only {tuple(mesh.shape)}.")
+        if named.count(axis) > 1:
+            raise ValueError(f"{where}: axis '{axis}' is named twice.")
+    placed = Placement(mesh, tuple(axes))
+    for d, size in enumerate(shape):
+        if size % placed.parts(d):
+            raise ValueError(
+                f"{where}: {' x '.join(axes[d])} makes {placed.parts(d)} parts, which do not "
+                f"divide dimension {d} ({size}). Choose another dimension or mesh, or pad the "
+                "parameter."
+            )
+    return placed
+
+
+def state_sharding(
+    path: str,
+    whole: tuple[int, ...],
+    sharding: Given,
+    shape: tuple[int, ...],
+    group_sizes: Iterable[int],
+) -> Given | NamedSharding:
+    """Return the sharding of a state array, by `Placement.of_state`.
+
+    A sharding other than a NamedSharding is returned unchanged.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    place = placement(path, whole, sharding, sharding.mesh)
+    return place.of_state(whole, shape, group_sizes)
+
+
+def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | AbstractMesh:
+    """Return the mesh of some shardings: that given, of a NamedSharding, or of `jax.set_mesh`."""
+    if mesh is not None:
+        return mesh
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError("PartitionSpecs and axis names need a mesh: pass mesh=, or use set_mesh.")
+    return mesh
+
+
+def replicated(tree: object) -> jax.sharding.Sharding:
+    """Return the replicated sharding on the devices of the array that has most of them."""
+    given = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    most = max((s for s in given if s), key=lambda s: len(s.device_set), default=None)
+    if isinstance(most, NamedSharding):
+        return NamedSharding(most.mesh, PartitionSpec())
+    return most or jax.sharding.SingleDeviceSharding(jnp.zeros(()).devices().pop())
+
+
+def sharding_leaves(params: optax.Params, shardings: object) -> list[Sharding]:
+    """Return the leaves of a tree like the parameters of NamedShardings, PartitionSpecs or None."""
+    names = [name for name, _ in trees.named_leaves(params)]
+    result = jax.tree_util.tree_leaves_with_path(
+        shardings, is_leaf=lambda n: n is None or isinstance(n, NamedSharding | PartitionSpec)
+    )
+    # a None beside a None of the parameters, as in trees of equinox.partition, is of no parameter
+    result = [
+        (path, x) for path, x in result if x is not None or trees.path_name(path) in set(names)
+    ]
+    other = [trees.path_name(path) for path, _ in result]
+    if differs := trees.difference(names, other):
+        raise ValueError(
+            f"the shardings do not have the structure of the parameters: {differs}. Give one for "
+            "each; None means replicated."
+        )
+    for name, (_, sharding) in zip(names, result, strict=True):
+        if sharding is not None and not isinstance(sharding, NamedSharding | PartitionSpec):
+            raise ValueError(
+                f"the sharding of '{name}' is a {type(sharding).__name__}: give a NamedSharding or "
+                "a PartitionSpec, or None for a replicated parameter."
+            )
+    return [sharding for _, sharding in result]
+
+
+def placements(params: optax.Params, shardings: object, mesh: Mesh | None) -> dict[str, Placement]:
+    """Return the `Placement` of each parameter by path, from its NamedSharding or spec."""
+    given = sharding_leaves(params, shardings)
+    the_mesh = mesh_of(given, mesh)
+    return {
+        path: placement(path, tuple(leaf.shape), sharding, the_mesh)
+        for (path, leaf), sharding in zip(trees.named_leaves(params), given, strict=True)
+    }
+
+
+# ---- Explicit axes -------------------------------------------------------------------------------
+
+
+def sharding_of(x: object) -> NamedSharding | None:
+    """Return the sharding in the type of an array; None for others, and without Explicit axes."""
+    # a concrete array's sharding has its devices, needed outside of `jax.set_mesh`
+    typed = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
+    sharding = getattr(typed, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
+        return None
+    return sharding
+
+
+def placement_of(path: str, x: Shaped) -> Placement | None:
+    """Return the placement in an array's type; None if no axis of its mesh is Explicit."""
+    sharding = sharding_of(x)
+    return None if sharding is None else placement(path, tuple(x.shape), sharding, sharding.mesh)
+
+
+def sharding_of_values(codes: Any, length: int) -> NamedSharding | None:
+    """Return the sharding of decoded values, which follows the codes'; None without Explicit axes.
+
+    `length` is of the values' last axis; a byte of codes may hold several values.
+    """
+    sharding = sharding_of(codes)
+    if sharding is None or codes.shape[-1] == length:
+        return sharding
+    place = placement("the codes", tuple(codes.shape), sharding, sharding.mesh)
+    last = place.axes[-1] if length % place.parts(-1) == 0 else ()
+    axes = (*place.axes[:-1], last)
+    return NamedSharding(place.mesh, PartitionSpec(*map(entry, axes)))
+
+
+def filled_like(
+    path: str, x: Any, form: jax.ShapeDtypeStruct, group_size: int, value: Any
+) -> jax.Array:
+    """Return a constant state array of parameter `x`, with a sharding that follows `x`'s."""
+    if form.shape == x.shape:
+        return jnp.full_like(x, value, dtype=form.dtype)
+    given = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if not isinstance(given, NamedSharding) or sharding_of(x) is not None:
+        placed = state_sharding(path, x.shape, sharding_of(x), form.shape, (group_size,))
+        return reshard(jnp.full(form.shape, value, form.dtype), placed)
+    placed = state_sharding(path, tuple(x.shape), given, form.shape, (group_size,))
+    return jnp.full(form.shape, value, form.dtype, device=placed)
+
+
+def reshard(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    """Reshard an array to the given sharding; return it unchanged if there is none."""
+    if sharding is None or sharding_of(x) == sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+def reshard_like(tree: Tree, other: object) -> Tree:
+    """Reshard the arrays of a tree to the shardings in the types of another tree's arrays."""
+    return jax.tree.map(lambda x, like: reshard(x, sharding_of(like)), tree, other)
+
+
+def left_to_xla(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+    """Call function(*args) with Explicit axes as Auto: XLA chooses the shardings inside.
+
+    The function must not close over arrays. If the types of `args` have Explicit axes, the result
+    has these shardings: a tree like it of NamedShardings, or None for replicated.
+    """
+    leaves = jax.tree.leaves(args)
+    mesh = next((s.mesh for s in map(sharding_of, leaves) if s is not None), None)
+    if mesh is None:
+        return function(*args)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    out = jax.tree.map(lambda s: s or replicated, shardings, is_leaf=lambda node: node is None)
+    free = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
+    return (jax.jit(free) if is_eager(leaves) else free)(*args)
+
+
+def on_each_device(
+    function: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    typed: bool,
+    specs: Any,
+    out_specs: Any,
+    *args: Any,
+) -> Any:
+    """Call `function` with each device's shards of `args`, by `shard_map`.
+
+    If the mesh's axes are Explicit (`typed`), `args` are resharded to `specs` before.
+    """
+    if typed:
+        args = jax.tree.map(lambda spec, x: reshard(x, NamedSharding(mesh, spec)), specs, args)
+    how = {"in_specs": specs, "out_specs": out_specs, "check_vma": False}
+    return jax.shard_map(function, mesh=mesh, **how)(*args)

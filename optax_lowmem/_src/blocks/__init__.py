@@ -1,1 +1,0 @@
-"""Roles of parameters; blocks that share a second moment: structure in a model, and means."""

@@ -1,0 +1,1 @@
+"""Layers with 8-bit products, FP8 activations and noise, and losses."""

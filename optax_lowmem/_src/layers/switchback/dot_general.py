@@ -1,0 +1,292 @@
+"""Quantized products in the form of a `dot_general` and of an einsum."""
+
+import dataclasses
+import functools
+import math
+import string
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from optax_lowmem._src.arrays.hyperparameters import check_choice
+from optax_lowmem._src.layers.quantized_matmul import E4M3, E5M2, INT8, Format
+from optax_lowmem._src.layers.switchback.choice import IMPLEMENTATIONS, Choice, choose
+from optax_lowmem._src.layers.switchback.products import VARIANTS, ProductSettings, Variant, matmul
+
+DotGeneral = Callable[..., jax.Array]
+# name -> formats of (activations and weights, gradients)
+FORMATS: dict[str, tuple[Format, Format]] = {
+    "int8": (INT8, INT8),
+    "fp8": (E4M3, E4M3),
+    "fp8-e5m2": (E4M3, E5M2),
+}
+SCALINGS = ("format", "unit")
+STANDARD = "standard"
+
+
+def switchback_dot_general(
+    variant: str = "switchback",
+    format: str = "int8",
+    *,
+    scaling: str = "format",
+    implementation: str = "quantized",
+) -> DotGeneral:
+    r"""Return a `jax.lax.dot_general` whose products run in 8 bits, forward and backward.
+
+    Y = s_X s_W / 127^2 * Q_{row}(X) Q_{tensor}(W) (SwitchBack, eq. 2), likewise the gradient of X;
+    the gradient of W, whose sums are the longest, stays in the inputs' precision.
+
+    Args:
+      variant: `switchback` (Algorithm 1), `switchback_m` (Algorithm 3: saves X only as codes for
+        the backward pass), `switchback_q` (Algorithm 4: a scale for each row and column of W),
+        `llm_int8` (all three products row-wise), `tensorwise` (all three, one scale per tensor:
+        section 2.3's float8), `standard` (`jax.lax.dot_general` itself).
+      format: `int8`; `fp8` (E4M3); `fp8-e5m2` (E5M2 for gradients).
+      scaling: the code of the largest magnitude: `format`, the format's largest number, or `unit`,
+        1, as in the paper's simulated float8.
+      implementation: `quantized`, always 8 bits; `auto`, the standard products where they are
+        estimated to be faster on a Hopper GPU (narrow layers, few tokens), otherwise 8 bits. `auto`
+        is not the default, since numerics then depend on sizes and on the machine. Sizes are as
+        traced: under `vmap` those of one example, in a `shard_map` those of one device. The
+        result's `.choose(tokens, inputs, outputs)` returns the choice and its reason.
+
+    Returns:
+      A function to pass as `dot_general=` of `nn.Dense`, `nn.DenseGeneral`, `nnx.Linear`,
+      `nnx.LinearGeneral`, as `qkv_dot_general=` and `out_dot_general=` of attention (for
+      `nnx.Einsum`: `switchback_einsum`). The right operand is the weight. Batch axes (in both
+      operands) have separate scales for each of their products.
+
+    Raises:
+      ValueError: for another variant, format, scaling or implementation; in a product, for int8
+        sums of more than 133,144 terms.
+      TypeError: if gradients are differentiated again.
+
+    Numerics: rounding to nearest, ties to even; int8 sums exact in int32; FP8 sums in f32 or in the
+    GPU's accumulator (Hopper keeps about 14 bits of a sum: errors of 0.3 % rms at 16,384 terms,
+    also with XLA, a tenth of the error of a product by E4M3's rounding); f32 scales. Zero rows give
+    0. If a row's maximum is not finite, its outputs are not finite. A maximum below 2^-100 counts
+    as 2^-100. Straight-through gradients.
+
+    On a mesh: each device multiplies its shards. Data-parallel tokens add no collective; sharded
+    weights add one scalar per pass (they are gathered as codes, once per pass). If a contracted
+    axis is sharded (Y's under row-wise, dX's under column-wise tensor parallelism), one maximum per
+    token is reduced, and int8 partial sums are communicated as int32. `switchback_q` and `llm_int8`
+    reduce a maximum for each sharded row and column. On Explicit axes a gradient has the sharding
+    of its operand, and `out_sharding` is as in `jax.lax.dot_general`. In a `jax.shard_map` of yours
+    each device has separate scales.
+
+    Deviation: `switchback_m` quantizes W again in the backward pass instead of saving its codes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from optax_lowmem import layers
+      >>> layer = nn.Dense(3, dot_general=layers.switchback_dot_general("switchback", "fp8"))
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 8)))[0].shape
+      (2, 3)
+    """
+    check_choice("format", format, FORMATS)
+    check_choice("scaling", scaling, SCALINGS)
+    check_choice("variant", variant, (STANDARD, *VARIANTS))
+    formats = FORMATS[format]
+    if scaling == "unit":
+        if format == "int8":
+            raise ValueError("scaling='unit' needs float8: int8 has only -1, 0 and 1 in [-1, 1]")
+        formats = formats[0].at_unit(), formats[1].at_unit()
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}; "
+            'for the standard products use variant="standard"'
+        )
+    if variant == STANDARD:
+        return lax.dot_general
+    return _DotGeneral(VARIANTS[variant], *formats, implementation)
+
+
+@dataclasses.dataclass(frozen=True)
+class _DotGeneral:
+    """A `dot_general` that compares by its settings, so that modules and jit caches reuse it."""
+
+    variant: Variant
+    forward: Format
+    gradient: Format
+    implementation: str = "quantized"
+
+    def choose(
+        self, tokens: int, inputs: int, outputs: int, dtype: DTypeLike = "bfloat16"
+    ) -> Choice:
+        """Choose 8-bit or standard products, with a reason, for the sizes of a layer's operands."""
+        if self.implementation == "quantized":
+            return Choice(True, 'in 8 bits: implementation="quantized"')
+        settings = ProductSettings(self.variant, self.forward, self.gradient)
+        return choose(settings, tokens, inputs, outputs, jnp.dtype(dtype))
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: lax.DotDimensionNumbers,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: jax.sharding.Sharding | None = None,
+        **more: object,
+    ) -> jax.Array:
+        """Compute `jax.lax.dot_general` in 8 bits; the weight is `rhs`."""
+        if given := [name for name, value in more.items() if value is not None]:
+            raise TypeError(f"a quantized dot_general takes no {', '.join(given)}")
+        dtype = jnp.result_type(lhs, rhs)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"a quantized dot_general takes floats, got {lhs.dtype}, {rhs.dtype}")
+        result = jnp.dtype(preferred_element_type or dtype)
+        if out_sharding is not None and rhs.ndim != 2:
+            raise TypeError(f"out_sharding needs a weight that is a matrix, got {rhs.shape}")
+        lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+        if not self.choose(*_sizes(lhs, rhs, dimension_numbers), dtype).quantized:
+            return lax.dot_general(
+                lhs, rhs, dimension_numbers, precision, preferred_element_type,
+                out_sharding=out_sharding,
+            )  # fmt: skip
+        how = (self.variant, self.forward, self.gradient)
+        settings = ProductSettings(*how, precision, result, out_sharding)
+        return _as_matrices(settings, lhs, rhs, dimension_numbers)
+
+
+def _sizes(
+    lhs: jax.Array, rhs: jax.Array, numbers: lax.DotDimensionNumbers
+) -> tuple[int, int, int]:
+    """Return tokens, inputs and outputs of a product, without the batch axes."""
+    (sum_l, sum_r), (batch_l, batch_r) = (tuple(map(tuple, pair)) for pair in numbers)
+    sizes = (
+        [lhs.shape[axis] for axis in _others(lhs, sum_l + batch_l)],
+        [rhs.shape[axis] for axis in sum_r],
+        [rhs.shape[axis] for axis in _others(rhs, sum_r + batch_r)],
+    )
+    tokens, inputs, outputs = map(math.prod, sizes)
+    return tokens, inputs, outputs
+
+
+def _as_matrices(
+    settings: ProductSettings, lhs: jax.Array, rhs: jax.Array, numbers: lax.DotDimensionNumbers
+) -> jax.Array:
+    """Compute the product [*batch, *rest of lhs, *rest of rhs] by products of matrices."""
+    (sum_l, sum_r), (batch_l, batch_r) = (tuple(map(tuple, pair)) for pair in numbers)
+    rest_l = _others(lhs, sum_l + batch_l)
+    rest_r = _others(rhs, sum_r + batch_r)
+    x = lhs.transpose(batch_l + rest_l + sum_l)
+    w = rhs.transpose(batch_r + sum_r + rest_r)
+    batch, out = len(batch_l), [rhs.shape[axis] for axis in rest_r]
+    length = math.prod(rhs.shape[axis] for axis in sum_r)
+    if len(sum_l) != 1:
+        x = x.reshape(*x.shape[: batch + len(rest_l)], length)
+    if len(sum_r) != 1 or len(out) != 1:
+        w = w.reshape(*w.shape[:batch], length, math.prod(out))
+    product = functools.partial(matmul, settings)
+    for _ in range(batch):
+        product = jax.vmap(product)
+    y = product(x, w)
+    return y if len(out) == 1 else y.reshape(*y.shape[:-1], *out)
+
+
+def _others(x: jax.Array, axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(axis for axis in range(x.ndim) if axis not in axes)
+
+
+def switchback_einsum(
+    variant: str = "switchback",
+    format: str = "int8",
+    *,
+    scaling: str = "format",
+    implementation: str = "quantized",
+) -> "Einsum":
+    """Return an einsum of an activation and a weight, in this order, that runs in 8 bits.
+
+    (`jnp.einsum(..., _dot_general=...)` may exchange the operands, and a weight would get the
+    scales of an activation.)
+
+    Args:
+      variant: as in `switchback_dot_general`, which has the mathematics and its limits.
+      format: as in `switchback_dot_general`.
+      scaling: as in `switchback_dot_general`.
+      implementation: as in `switchback_dot_general`.
+
+    Returns:
+      (subscripts, activation, weight, precision=, preferred_element_type=) -> array, also for
+      `nnx.Einsum(einsum_op=...)`.
+
+    Raises:
+      ValueError: in a call, for subscripts that are not a single product: not two operands, a
+        letter twice in an operand, or a sum over a letter of only one operand.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem import layers
+      >>> einsum = layers.switchback_einsum()
+      >>> einsum("...d,dnh->...nh", jnp.ones((2, 5, 8)), jnp.ones((8, 4, 3))).shape
+      (2, 5, 4, 3)
+    """
+    how = {"scaling": scaling, "implementation": implementation}
+    return Einsum(switchback_dot_general(variant, format, **how))
+
+
+@dataclasses.dataclass(frozen=True)
+class Einsum:
+    """An einsum that compares by the settings of its `dot_general`."""
+
+    dot_general: DotGeneral
+
+    def __call__(
+        self,
+        subscripts: str,
+        x: jax.Array,
+        w: jax.Array,
+        *,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        **more: object,
+    ) -> jax.Array:
+        """Compute the einsum of `x` and the weight `w`."""
+        left, right, out = _terms(subscripts, x.ndim, w.ndim)
+        if len(set(out)) < len(out) or not set(out) <= {*left, *right}:
+            raise ValueError(
+                f"'{subscripts}': a letter of the result occurs twice in it, or in no operand"
+            )
+        batch = [c for c in left if c in right and c in out]
+        summed = [c for c in left if c in right and c not in out]
+        for term in (left, right):
+            alone = set(term) - set(out) - set(summed)
+            if alone or len(set(term)) < len(term):
+                raise ValueError(
+                    f"'{subscripts}' is not a single product: a letter may not be twice in an "
+                    "operand, nor be summed over in one operand alone."
+                )
+        numbers = tuple(
+            tuple(tuple(term.index(c) for c in letters) for term in (left, right))
+            for letters in (summed, batch)
+        )
+        y = self.dot_general(
+            x, w, numbers, precision=precision, preferred_element_type=preferred_element_type,
+            **more,
+        )  # fmt: skip
+        order = [*batch, *(c for c in left + right if c not in batch and c not in summed)]
+        return y.transpose([order.index(c) for c in out])
+
+
+def _terms(subscripts: str, *ranks: int) -> tuple[str, ...]:
+    """Return the letters of both operands and of the result, with ellipses replaced by letters."""
+    inputs, arrow, out = subscripts.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if not arrow or len(terms) != 2:
+        raise ValueError(f"'{subscripts}' does not have the form 'xy,yz->xz'")
+    spare = [c for c in string.ascii_letters if c not in subscripts]
+    written = [len(term.replace("...", "")) for term in terms]
+    wide = max(rank - count for rank, count in zip(ranks, written, strict=True))
+    dots = "".join(spare[:wide])
+    for i, (term, rank, count) in enumerate(zip(terms, ranks, written, strict=True)):
+        hidden = rank - count
+        if hidden < 0 or (hidden and "..." not in term):
+            raise ValueError(f"'{term}' in '{subscripts}' does not fit an array of rank {rank}")
+        terms[i] = term.replace("...", dots[wide - hidden :])
+    return terms[0], terms[1], out.replace("...", dots)

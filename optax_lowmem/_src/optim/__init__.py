@@ -1,0 +1,1 @@
+"""Optimizers: rules, plans, states and steps, and the wrappers around them."""

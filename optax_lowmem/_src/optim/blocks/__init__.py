@@ -1,0 +1,1 @@
+"""Blocks that share a second moment: structure in a model, and means."""

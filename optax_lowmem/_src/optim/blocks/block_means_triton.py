@@ -1,0 +1,241 @@
+"""Means over the blocks of several leaves in GPU kernels.
+
+XLA makes one or two launches per leaf, which take longer than reading most leaves. A program sums
+the rows of a tile; the next launch adds up the sums of a column's tiles, and further launches
+average over the block's other axes. If a block has means of rows and of columns, a program sums its
+tile along both axes, so that a gradient is read once.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lowmem._src.arrays import numerics
+from optax_lowmem._src.arrays.block import Factors
+from optax_lowmem._src.arrays.groups import next_power_of_two, result_like
+from optax_lowmem._src.kernels import gpu_kernel
+from optax_lowmem._src.kernels.gpu_kernel import Index, Operand, Program, Run
+from optax_lowmem._src.optim.blocks.block_means import Columns, Sides
+
+_WARPS = 4
+
+
+def means(
+    passes: Sequence[Columns | Sides],
+    gradients: Sequence[jax.Array],
+    scale: jax.Array,
+    backend: str = "pallas",
+) -> list[jax.Array]:
+    """Return the mean of (scale g)^2 over each block of equal leaves, f32 and flat."""
+    arrays = tuple(gradients)
+    for i, one in enumerate(passes):
+        arrays = tuple(_run_pass(one, arrays, scale, i == 0, backend))
+    return [x.reshape(-1) for x in arrays]
+
+
+@functools.partial(jax.jit, static_argnames=("one", "first", "backend"), inline=False)
+def _run_pass(
+    one: Columns | Sides, arrays: tuple[jax.Array, ...], scale: jax.Array, first: bool, backend: str
+) -> list[jax.Array]:
+    """Return partial sums of each array, f32 of shape `one.result`; `first` squares the array."""
+    body: Callable[..., None]
+    if isinstance(one, Sides):
+        viewed, programs = [*arrays], one.matrices * one.tiles
+        body = functools.partial(_sides_body, one)
+    else:
+        viewed = [x.reshape(one.outer * one.rows, one.width) for x in arrays]
+        programs, body = one.tiles, functools.partial(_columns_body, one, first)
+    return gpu_kernel.launch(
+        functools.partial(_body, body, programs),
+        [scale.reshape(1), *viewed],
+        [result_like(x, one.result, jnp.float32) for x in viewed],
+        (len(arrays) * programs,),
+        # with more elements per thread, Triton loads more at once
+        warps=2 if backend == "triton" else _WARPS,
+        name="block_means",
+        backend=backend,
+    )
+
+
+def _body(
+    body: Callable[..., None], each: int, program: Program, scale_at: Operand, *arrays: Operand
+) -> None:
+    """Run `body` for the leaf that a program belongs to, with the program's index in the leaf."""
+    count = len(arrays) // 2
+    leaf, tile = _divmod(program.index(), each)
+    program.with_one(
+        leaf,
+        range(count),
+        lambda i, _: (arrays[i], arrays[count + i]),
+        lambda pair: body(program, tile, scale_at, *pair),
+    )
+
+
+def _divmod(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
+    return lax.div(x, jnp.int32(y)), lax.rem(x, jnp.int32(y))
+
+
+def _columns_body(
+    columns: Columns,
+    first: bool,
+    program: Program,
+    tile: jax.Array,
+    scale_at: Operand,
+    x_at: Operand,
+    sums_at: Operand,
+) -> None:
+    part, column_tile = _divmod(tile, columns.across)
+    outer, down = _divmod(part, columns.parts)
+    top, start = down * jnp.int32(columns.tile_rows), column_tile * jnp.int32(columns.tile_width)
+    x = _load(columns, x_at, outer, top, start)
+    share = 1 / columns.rows if columns.begins else 1.0
+    if first:
+        # squares times 4^-k, which is exact, have a finite sum if their mean is finite
+        k = (max(columns.rows, columns.row or 1) - 1).bit_length() + 1 >> 1
+        program.keep_early()
+        x = numerics.widen(x) * (scale_at.load(0) * jnp.float32(2.0**-k))
+        x, share = x * x, 4.0**k * share
+    elif columns.begins:
+        x, share = x * jnp.float32(share), 1.0
+    sums = jnp.sum(x, axis=0) * jnp.float32(share)
+    left = columns.left
+    if left is None:
+        _store(columns.even, sums_at, part, start, sums, columns.width)
+        return
+    of_rows = jnp.sum(x, axis=1) * jnp.float32(4.0**k / left.columns)
+    among, within = _divmod(start, left.columns)
+    matrix = outer * jnp.int32(columns.width // left.columns) + among
+    column_tile = lax.div(within, jnp.int32(columns.tile_width))
+    above = column_tile * jnp.int32(left.rows)
+    _store(columns.even, sums_at, matrix, above + top, of_rows, above + jnp.int32(left.rows))
+    above = jnp.int32(left.of_rows * left.rows) + down * jnp.int32(left.columns)
+    _store(columns.even, sums_at, matrix, above + within, sums, above + jnp.int32(left.columns))
+
+
+def _load(
+    columns: Columns, x_at: Operand, outer: jax.Array, top: jax.Array, start: jax.Array
+) -> jax.Array:
+    """Load a tile [tile_rows, tile_width] of an array; elements out of bounds are 0."""
+    shape, above = (columns.tile_rows, columns.tile_width), outer * jnp.int32(columns.rows) + top
+    where: tuple[Index, ...]
+    if columns.even:
+        where, mask = (Run(above, shape[0]), Run(start, shape[1])), None
+    else:
+        row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        mask = (top + row < columns.rows) & (start + lane < columns.width)
+        where = (above + row, start + lane)
+    return x_at.load(*where, mask=mask, early=True)
+
+
+def _store(
+    even: bool,
+    sums_at: Operand,
+    line: jax.Array,
+    start: jax.Array,
+    sums: jax.Array,
+    end: jax.Array | int,
+) -> None:
+    """Store sums along a row of the array of sums, up to `end` if tiles are not `even`."""
+    if even:
+        sums_at.store(line, Run(start, sums.size), values=sums)
+        return
+    lane = start + lax.iota(jnp.int32, sums.size)
+    sums_at.store(jnp.full_like(lane, line), lane, values=sums, mask=lane < end)
+
+
+def _sides_body(
+    sides: Sides,
+    program: Program,
+    tile: jax.Array,
+    scale_at: Operand,
+    x_at: Operand,
+    sums_at: Operand,
+) -> None:
+    del program, scale_at
+    left = sides.left
+    matrix, tile = _divmod(tile, sides.tiles)
+    of_rows = tile < sides.tiles_of_rows
+
+    def either(row: int, column: int) -> jax.Array:
+        """Select a number by whether the tile has sums of rows or of columns."""
+        return jnp.where(of_rows, jnp.int32(row), jnp.int32(column))
+
+    across, width = either(*sides.across), either(sides.rows, sides.columns)
+    tile = tile - either(0, sides.tiles_of_rows)
+    down, column_tile = lax.div(tile, across), lax.rem(tile, across)
+    part, lane = (
+        lax.broadcasted_iota(jnp.int32, (sides.tile_parts, sides.tile_width), axis)
+        for axis in (0, 1)
+    )
+    part, lane = (
+        part + down * jnp.int32(sides.tile_parts),
+        lane + column_tile * jnp.int32(sides.tile_width),
+    )
+    mask = (part < either(sides.of_rows, sides.of_columns)) & (lane < width)
+    index = either(0, sides.of_rows * sides.rows) + part * width + lane
+    x = x_at.load(jnp.full_like(index, matrix), index, mask=mask, early=True)
+    above = either(0, left.of_rows * left.rows) + down * width
+    start = above + column_tile * jnp.int32(sides.tile_width)
+    _store(False, sums_at, matrix, start, jnp.sum(x, axis=0), above + width)
+
+
+# ---- the operands of a step from means of rows and columns ---------------------------------------
+
+_PART = 1024  # elements per program
+
+
+def factors(
+    block: Factors, shape: tuple[int, ...], values: Sequence[jax.Array], backend: str = "pallas"
+) -> list[tuple[jax.Array, ...]]:
+    """Return `Factors.operands` of equal leaves from R and C, concatenated, in one launch."""
+    outer, rows, between, _ = block.matrices(shape)
+    viewed = tuple(v.reshape(outer * between, -1) for v in values)
+    results = _launch_factors(viewed, between, rows, backend)
+    shapes = [part.mean_shape(shape) for part in block.fit(shape).parts]
+    pairs = zip(results[: len(values)], results[len(values) :], strict=True)
+    return [tuple(x.reshape(s) for x, s in zip(pair, shapes, strict=True)) for pair in pairs]
+
+
+@functools.partial(jax.jit, static_argnames=("between", "rows", "backend"), inline=False)
+def _launch_factors(
+    values: tuple[jax.Array, ...], between: int, rows: int, backend: str
+) -> list[jax.Array]:
+    """Return R over its mean, [outer * rows, between], of each leaf, then C of each leaf."""
+    matrices, width = values[0].shape
+    shapes = (matrices // between * rows, between), (matrices, width - rows)
+    return gpu_kernel.launch(
+        functools.partial(_factors_body, between, rows),
+        values,
+        [result_like(v, shape, jnp.float32) for shape in shapes for v in values],
+        (len(values) * matrices * -(-width // _PART),),
+        warps=_WARPS,
+        name="block_factors",
+        backend=backend,
+    )
+
+
+def _factors_body(between: int, rows: int, program: Program, *arrays: Operand) -> None:
+    count = len(arrays) // 3
+    matrices, width = arrays[0].shape
+    tiles = -(-width // _PART)
+    leaf, rest = _divmod(program.index(), tiles * matrices)
+    matrix, tile = _divmod(rest, tiles)
+
+    def run(chosen: tuple[Operand, ...]) -> None:
+        v_at, share_at, columns_at = chosen
+        all_rows = lax.iota(jnp.int32, next_power_of_two(rows))
+        r = v_at.load(jnp.full_like(all_rows, matrix), all_rows, mask=all_rows < rows)
+        mean = jnp.sum(r * jnp.float32(1 / rows))
+        lane = tile * jnp.int32(_PART) + lax.iota(jnp.int32, _PART)
+        v = v_at.load(jnp.full_like(lane, matrix), lane, mask=lane < width)
+        outer, among = _divmod(matrix, between)
+        row, share = outer * jnp.int32(rows) + lane, Factors.share(v, mean)
+        share_at.store(row, jnp.full_like(lane, among), values=share, mask=lane < rows)
+        column = jnp.maximum(lane - jnp.int32(rows), 0)
+        inside = (lane >= rows) & (lane < width)
+        columns_at.store(jnp.full_like(lane, matrix), column, values=v, mask=inside)
+
+    program.with_one(leaf, range(count), lambda i, _: arrays[i::count], run)

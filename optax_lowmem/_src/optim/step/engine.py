@@ -1,0 +1,261 @@
+"""`Engine`: makes an optax transformation from an `UpdateRule` and a `Storage`.
+
+A step plans the leaves, unpacks the state, steps the leaves and packs the new state.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.arrays import host, numerics, random, trees
+from optax_lowmem._src.arrays.compiled import FEW, compiled, each, is_eager, unstacked
+from optax_lowmem._src.arrays.hyperparameters import check_schedule
+from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.kernels import platform, step_arguments
+from optax_lowmem._src.optim import context
+from optax_lowmem._src.optim.policy import warn_of_patterns
+from optax_lowmem._src.optim.step import choose, fused_updates, matrices
+from optax_lowmem._src.optim.step.batch import LeafBatch, LeafState
+from optax_lowmem._src.optim.step.plan import LeafPlanner, rounds_weights, warn_of_four_bits
+from optax_lowmem._src.optim.step.prepare import prepare_leaves
+from optax_lowmem._src.optim.step.rule import MatrixRule, UpdateRule
+from optax_lowmem._src.optim.step.state import StateFormat, check_order
+
+Hyperparameters = Callable[[jax.Array], Arrays]
+
+
+class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
+    """An optax transformation of an engine, found again if a tree function rebuilds the tuple."""
+
+    @property
+    def engine(self) -> "Engine":
+        """Return the engine, whose methods the functions are."""
+        engine: Engine = self.init.__self__
+        return engine
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Engine(StateFormat, LeafPlanner):
+    """An optimizer: the settings of its plans, and its hyperparameters.
+
+    `hyperparameters` returns the f32 scalars of a step, given the count before it; `schedules` are
+    those that were given as schedules, by name.
+    """
+
+    hyperparameters: Hyperparameters
+    schedules: Mapping[str, Callable[[jax.Array], Any]] = dataclasses.field(default_factory=dict)
+
+    def transformation(self) -> "EngineTransformation":
+        return EngineTransformation(self.init, self.update)
+
+    def init(self, params: optax.Params) -> Any:
+        """Return a zero state with the parameters' sharding; record the decisions."""
+        for name, schedule in self.schedules.items():
+            check_schedule(name, schedule)
+        plans = self.plans(params)
+        for plan in plans:
+            rule = self.rule.for_leaf(plan.matrices)
+            step = functools.partial(choose, rule, plan)
+            context.record(context.Decision(plan.path, "step", None, "", choose=step))
+        warn_of_patterns(self.storage.policy, params)
+        if self.structure is not None:
+            self.structure.warn(params)
+        warn_of_four_bits(plans)
+        return self.zeros(plans, params, context.provided_seed(self.storage.seed))
+
+    def update(
+        self, updates: Any, state: Any, params: Any = None, *, gradient_scale: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
+        """Return updates and state; other arguments of optax's wrappers are ignored."""
+        return self.run(updates, state, params, gradient_scale=gradient_scale)
+
+    def run(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        *,
+        h: Arrays | None = None,
+        count: jax.Array | None = None,
+        gradient_scale: jax.Array | None = None,
+        returns_params: bool = False,
+    ) -> tuple[Any, Any]:
+        """Return updates, or new parameters if `returns_params`, and the new state.
+
+        By default the hyperparameters `h` are those at the state's count, and the new count is the
+        old one plus 1. `gradient_scale` is a factor of the gradients.
+        """
+        trees.check_state(state, self.rule.state_type)
+        streams = any(map(host.is_on_host, jax.tree.leaves(state)))
+        if streams:
+            if not is_eager(jax.tree.leaves(state)):
+                raise ValueError(
+                    "this state is in host memory, and a jitted step would copy all of it to the "
+                    "device at once: call lowmem.step outside of jit, which streams it parameter "
+                    "by parameter, or release.train_step(offload=True) layer by layer."
+                )
+            state = state._replace(**host.brought({"count": state.count, "seed": state.seed}))
+        h = self.hyperparameters(state.count) if h is None else h
+        if gradient_scale is not None:
+            h = {**h, "gradient_scale": gradient_scale}
+        if self.weights and params is None:
+            params = self._stand_in(updates, state, h)
+        like = updates if params is None else params
+        plans = self.plans(like, state, returns_params)
+        gradients = trees.match("gradient", updates, like)
+        weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
+        if self.weights:
+            check_order(gradients, params, state.correction)
+        if any(
+            plan.writes_weight or any(s.codec for s in (*plan.slots, *plan.blockwise))
+            for plan in plans
+        ):
+            gradients, weights, h = numerics.forbid_differentiation((gradients, weights, dict(h)))
+        states, blockwise = self.unpack(state, plans, like)
+        paths = [plan.path for plan in plans]
+        count, keys = count_and_keys(state.seed, state.count, count, paths)
+        batch = LeafBatch.of(
+            plans, (gradients, weights, states), h, keys, blockwise=blockwise, blockwise_keys=keys,
+            implementation=step_arguments.current().implementation,
+        )  # fmt: skip
+        step = _step_streamed if streams else step_leaves
+        results, states, blockwise = step(self.rule, batch)
+        for plan, update in zip(plans, results, strict=True):
+            if not returns_params and plan.writes_weight:
+                context.emit(plan.path, update)
+        if not self.weights and self.storage.update_dtype != "float32":
+            results = trees.as_given(results, gradients)
+        results = jax.tree.unflatten(jax.tree.structure(like), results)
+        return results, self.pack(count, plans, states, blockwise, like, state)
+
+    def _stand_in(self, updates: optax.Updates, state: optax.OptState, h: Arrays) -> Any:
+        """Return substitutes for missing parameters: f32 arrays whose values are not used.
+
+        Raises if the step needs the parameters, with the reason.
+        """
+        reason, named = None, trees.named_leaves(updates)
+        narrow = [(name, g) for name, g in named if numerics.is_narrow(jnp.result_type(g))]
+        corrected = [name for name, c in trees.named_leaves(state.correction) if jnp.ndim(c)]
+        if self.storage.master_weight_bits is not None:
+            corrected += [name for name, g in narrow if not jnp.ndim(g)]
+        if corrected:
+            reason = f"the state corrects the 16-bit weight '{corrected[0]}'"
+        elif "decay" in h or "l2" in h:
+            reason = "weight decay uses its value"
+        elif rounds_weights(self.storage) and narrow:
+            reason = "stochastic rounding of 16-bit weights uses its value"
+        elif self.storage.update_dtype == "param":
+            reason = "update_dtype='param' uses its dtype"
+        if reason is not None:
+            raise ValueError(f"{trees.NO_PARAMS_MSG} It is needed because {reason}.")
+        return trees.widened(updates)
+
+
+@compiled
+def count_and_keys(
+    seed: jax.Array, before: jax.Array, count: jax.Array | None, paths: list[str]
+) -> tuple[jax.Array, jax.Array]:
+    """Return the new count (or the given one) and the random keys, uint32 [leaves]."""
+    if count is None:
+        count = optax.safe_increment(before)
+    return count, random.leaf_keys(seed, count, paths)
+
+
+Stepped = tuple[list[jax.Array], list[LeafState], list[LeafState]]
+
+
+def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
+    """Return (updates, states, states of block-wise slots) of parameters or their shards.
+
+    If the plans `returns_params`, the updates are new parameters.
+    """
+    plans = [
+        dataclasses.replace(plan, update_dtype=g.dtype)
+        if plan.follows_gradient and g.dtype == plan.dtype
+        else plan
+        for plan, g in zip(batch.plans, batch.gradients, strict=True)
+    ]
+    batch = dataclasses.replace(batch, plans=tuple(plans))
+    if _has_a_program_per_shape(batch):
+        return _joined(each(_step_leaves, [(rule, one) for one in _one_by_one(batch)]))
+    if step_arguments.current().placements:  # in the context, which is no argument of a program
+        return _step_leaves(rule, batch)
+    return compiled(_step_leaves)(rule, batch)
+
+
+def _has_a_program_per_shape(batch: LeafBatch) -> bool:
+    """Return whether to compile an eager step once per shape instead of once for all parameters.
+
+    XLA's time to compile grows with the number of parameters. A GPU steps many in one launch.
+    """
+    by_xla = batch.implementation in (None, "xla") and not platform.has_gpu()
+    return len(batch.plans) > FEW and by_xla and is_eager(jax.tree.leaves(batch))
+
+
+def _joined(stepped: Sequence[Stepped]) -> Stepped:
+    """Join the results of batches of one parameter each."""
+    updates, states, blockwise = ([x for (x,) in column] for column in zip(*stepped, strict=True))
+    return updates, states, blockwise
+
+
+def _one_by_one(batch: LeafBatch) -> list[LeafBatch]:
+    """Return a batch of each entry, without names, so that equal ones share a compiled step."""
+    assert batch.blockwise_keys is not None
+    keys: list[Any] = unstacked(batch.keys)
+    blockwise_keys: list[Any] = unstacked(batch.blockwise_keys)
+    return [
+        dataclasses.replace(
+            batch.take([i]).nameless,
+            keys=keys[number][None],
+            blockwise_keys=blockwise_keys[number][None],
+            numbers=(0,),
+        )
+        for i, number in enumerate(batch.numbers)
+    ]
+
+
+def _step_streamed(rule: UpdateRule, batch: LeafBatch) -> Stepped:
+    """Do `step_leaves` one by one, with each state copied from host memory and back."""
+
+    def bring(one: LeafBatch) -> LeafBatch:
+        states, blockwise = host.brought((one.states, one.blockwise))
+        return dataclasses.replace(one, states=states, blockwise=blockwise)
+
+    running, stepped, batches = host.RunAhead(), [], _one_by_one(batch)
+    for before, one in zip(batches, host.ahead(batches, bring), strict=True):
+        updates, *slots = compiled(_step_leaves)(rule, one)
+        slots = host.put_back(slots, [before.states, before.blockwise])
+        running.add((updates, slots))
+        stepped.append((updates, *slots))
+    return _joined(stepped)
+
+
+def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
+    """Prepare and step leaves, those with the same rule (`UpdateRule.for_leaf`) together."""
+    parts: dict[UpdateRule, list[int]] = {}
+    for i, plan in enumerate(batch.plans):
+        parts.setdefault(rule.for_leaf(plan.matrices), []).append(i)
+    results: list[Any] = [None] * len(batch.plans)
+    for leaf_rule, indices in parts.items():
+        part = batch
+        if parts.keys() != {rule}:
+            part = batch.take(indices).with_keys_in_order()
+            h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
+            part = dataclasses.replace(part, hyperparameters=h)
+        blockwise = part.blockwise
+        if leaf_rule.prepares in ("leaf", "blocks"):
+            part, blockwise = prepare_leaves(leaf_rule, part)
+        if isinstance(leaf_rule, MatrixRule):
+            stepped, blockwise = matrices.step_leaves(leaf_rule, part)
+        else:
+            part = dataclasses.replace(part, blockwise=[], blockwise_keys=None)
+            stepped = fused_updates(leaf_rule, part)
+        for i, (update, state), of_blocks in zip(indices, stepped, blockwise, strict=True):
+            results[i] = update, state, of_blocks
+    updates, states, blockwise = ([row[i] for row in results] for i in range(3))
+    return updates, states, blockwise

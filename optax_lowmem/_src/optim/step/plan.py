@@ -1,0 +1,375 @@
+"""`LeafPlan`: all static decisions about the storage and the step of a leaf."""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.arrays import groups, trees
+from optax_lowmem._src.arrays.block import Block, BlockStructure
+from optax_lowmem._src.arrays.codecs import GroupCodec, MasterSplit, StoredSlot, master_split
+from optax_lowmem._src.arrays.roles.roles import Role, roles
+from optax_lowmem._src.optim import context
+from optax_lowmem._src.optim.policy import Policy
+from optax_lowmem._src.optim.step.matrix_axes import Matrices, MatrixAxes
+from optax_lowmem._src.optim.step.rule import MatrixRule, Slot, UpdateRule
+from optax_lowmem._src.optim.step.storage import Storage
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotPlan:
+    """Storage of one slot of a leaf: `dtype` is of its codes, or of its values without a codec."""
+
+    name: str
+    codec: GroupCodec | None
+    dtype: jnp.dtype
+    stochastic: bool
+
+    @property
+    def codes_per_byte(self) -> int:
+        """Number of codes in a byte, 1 without a codec."""
+        return 1 if self.codec is None else self.codec.codes_per_byte
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """Storage and update of a leaf."""
+
+    path: str  # used in errors and in the random hash
+    shape: tuple[int, ...]  # of the parameter
+    dtype: jnp.dtype  # of the parameter
+    group_size: int  # number of neighbours that share a scale
+    slots: tuple[SlotPlan, ...]  # one plan per elementwise slot
+    # split of the master weight; None for f32 parameters and without master weights
+    split: MasterSplit | None
+    update_dtype: jnp.dtype  # of the emitted update
+    decays: bool = True  # whether weight decay applies
+    returns_params: bool = False  # whether the step returns new parameters instead of updates
+    # which elements share a value of block-wise slots; None if the rule has none
+    block: Block | None = None
+    # one plan per block-wise slot, whose groups are those of its flattened values
+    blockwise: tuple[SlotPlan, ...] = ()
+    matrices: Matrices | None = None  # axes of the matrices of a leaf that a `MatrixRule` steps
+    rounds: bool = False  # whether a 16-bit weight without a split is rounded stochastically
+    # whether a gradient in the parameter's dtype gets an update in that dtype
+    follows_gradient: bool = False
+
+    @property
+    def nameless(self) -> "LeafPlan":
+        """The plan without the path, so that equal leaves share a compiled step."""
+        return dataclasses.replace(self, path="")
+
+    @property
+    def shapeless(self) -> "LeafPlan":
+        """The plan without path and shape: leaves with equal ones can share a launch."""
+        block = self.block and self.block.shapeless
+        return dataclasses.replace(self, path="", shape=(), block=block)
+
+    @property
+    def blockwise_plan(self) -> "LeafPlan":
+        """The plan of the block-wise slots: that of a vector with one element per block."""
+        assert self.block is not None
+        shape, f32 = (self.block.values(self.shape),), jnp.dtype(jnp.float32)
+        return LeafPlan(
+            self.path, shape, f32, self.group_size, self.blockwise, split=None, update_dtype=f32,
+            decays=False,
+        )  # fmt: skip
+
+    @property
+    def quantized(self) -> bool:
+        """Return whether any slot is stored as codes."""
+        return any(slot.codec is not None for slot in self.slots)
+
+    @property
+    def stochastic(self) -> bool:
+        """Return whether any slot needs random bits."""
+        return any(slot.stochastic for slot in self.slots)
+
+    @property
+    def stochastic_master(self) -> bool:
+        """Return whether rounding the master weight needs random bits."""
+        return self.rounds or (self.split is not None and self.split.stochastic)
+
+    @property
+    def writes_weight(self) -> bool:
+        """Return whether a step computes the rounded new weight, and then the update towards it."""
+        return self.rounds or self.split is not None
+
+    @property
+    def noisy(self) -> bool:
+        """Return whether any slot or the master weight needs random bits."""
+        return self.stochastic or self.stochastic_master
+
+    @property
+    def in_groups(self) -> bool:
+        """Return whether shards must consist of whole groups: of codes, or of random bits."""
+        return self.quantized or self.noisy
+
+    def cut_reason(self, d: int, parts: int) -> str | None:
+        """Return why so many parts of a dimension cannot be stepped separately, or None."""
+        if self.shape[d] % parts:
+            return f"{parts} parts do not divide dimension {d} ({self.shape[d]})"
+        heads = self.block.fit(self.shape).heads if self.block is not None else None
+        if heads and heads[0] == d and parts > 1:
+            return "its heads are on several devices"
+        if d < len(self.shape) - 1 or not self.in_groups:
+            return None
+        return groups.cut_reason(self.shape[d], parts, self.group_size)
+
+    def part_sizes(self, cuts_last: bool) -> list[int]:
+        """Return the sizes of a shard, whose plan this is, in the coordinates of random bits.
+
+        The last axis counts groups; its shards begin at 0 unless it `cuts_last`.
+        """
+        return [*self.shape[:-1], self.shape[-1] // self.group_size if cuts_last else 0]
+
+    @property
+    def storage(self) -> list[StoredSlot]:
+        """Shapes and dtypes of `slots` as stored; without a codec, scales are 0-d placeholders."""
+        return [
+            StoredSlot(
+                jax.ShapeDtypeStruct(self.shape, slot.dtype), jax.ShapeDtypeStruct((), jnp.float32)
+            )
+            if slot.codec is None
+            else slot.codec.storage(self.shape, self.group_size)
+            for slot in self.slots
+        ]
+
+    @property
+    def blockwise_storage(self) -> list[StoredSlot]:
+        """Shapes and dtypes of `blockwise` as stored: codes have the shape of the means.
+
+        With several codes per byte, the last axis counts bytes; if its length is not a multiple of
+        the codes per byte, the codes are flattened.
+        """
+        if self.block is None:
+            return []
+        shape, forms = self.block.mean_shape(self.shape), []
+        for slot, form in zip(self.blockwise, self.blockwise_plan.storage, strict=True):
+            several = slot.codes_per_byte
+            if several == 1:
+                form = form._replace(codes=jax.ShapeDtypeStruct(shape, form.codes.dtype))
+            elif shape[-1] % several == 0:
+                in_bytes = (*shape[:-1], shape[-1] // several)
+                form = form._replace(codes=jax.ShapeDtypeStruct(in_bytes, form.codes.dtype))
+            forms.append(form)
+        return forms
+
+
+def decide_slot(
+    path: str,
+    shape: tuple[int, ...],
+    layer: tuple[int, ...],
+    slot: str,
+    codec: GroupCodec | None,
+    group_size: int,
+    stochastic: bool,
+    policy: Policy,
+    masked_out: bool,
+    stored: bool | None,
+    refused: str | None = None,
+) -> context.Decision:
+    """Decide whether a codec stores a slot of a leaf, without recording the decision.
+
+    `layer` is the shape of one layer, if the leaf stacks layers. `stored` says whether the current
+    state has codes for the slot, and is None in `init`; `refused` is a reason to keep f32 that
+    precedes the policy's.
+    """
+    refused = refused or ("the policy's mask is False here" if masked_out else None)
+    reason = refused or policy.reason(path, shape, slot, stored, layer)
+    asked: Any = {"shape": shape, "patterns": () if refused else policy.exclude}
+    if reason or codec is None:
+        return context.Decision(path, slot, None, reason or "", **asked)
+    rounding = "stochastic" if stochastic else "nearest"
+    packed = f"{codec.codes_per_byte} codes per byte, " if codec.bits < 8 else ""
+    reason = f"groups of {group_size}, {packed}{rounding} rounding"
+    return context.Decision(path, slot, codec.name, reason, group_size, codec, stochastic, **asked)
+
+
+def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
+    """Return the split for weights of a dtype; None for f32 or without master weights."""
+    if dtype == jnp.float32 or storage.master_weight_bits is None:
+        return None
+    rounding = storage.master_rounding or "stochastic"
+    return master_split(dtype, storage.master_weight_bits, storage.split, rounding)
+
+
+def rounds_weights(storage: Storage) -> bool:
+    """Return whether 16-bit weights without a correction are rounded stochastically."""
+    return storage.master_weight_bits is None and storage.master_rounding == "stochastic"
+
+
+def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:
+    """Return `split_for` of a leaf, and record why; raises for fp16 weights to be rounded."""
+    split = split_for(storage, dtype)
+    rounds = rounds_weights(storage) and dtype != jnp.float32
+    if rounds and dtype != jnp.bfloat16:
+        raise ValueError(
+            f"weight '{path}' is {dtype}: only bfloat16 weights can be rounded stochastically "
+            "without a correction. Use master_weight_bits=24, or master_rounding='nearest'."
+        )
+    if split is not None:
+        reason = f"{split.bits}-bit master weights"
+        if split.bits == 24:
+            reason += f", {'stochastic' if split.stochastic else 'nearest'} rounding"
+    elif dtype == jnp.float32:
+        reason = "an f32 parameter is its own master weight"
+    elif rounds:
+        reason = "master_weight_bits is None: the weight itself is rounded, stochastically"
+    else:
+        reason = "master_weight_bits is None: steps under half an ulp of the weight are lost"
+    form, stochastic = (split.name, split.stochastic) if split else (None, rounds)
+    context.record(context.Decision(path, "correction", form, reason, stochastic=stochastic))
+    return split
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LeafPlanner:
+    """Plans the leaves of an optimizer."""
+
+    rule: UpdateRule
+    storage: Storage
+    # whether to update weights (learning rate, decay, split) or to return directions
+    weights: bool = True
+    decay_mask: optax.MaskOrFn = None  # optax-style mask of weight decay
+    # dtypes of uncompressed slots, by default f32
+    slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    structure: BlockStructure | None = None  # which elements share a value of block-wise slots
+    # which leaves are matrices, for rules that treat these differently; the mask does not apply to
+    # the other leaves
+    matrices: MatrixAxes | None = None
+
+    def plans(self, params: Any, state: Any = None, returns_params: bool = False) -> list[LeafPlan]:
+        """Return the plan of each leaf, and record the decisions.
+
+        In a `shard_map` the parameters are this device's shards; the state is None before `init`.
+        """
+        storage, leaves = self.storage, trees.named_leaves(params)
+        if not leaves:  # also for the placeholder of optax.tree.map_params, which fits no mask
+            return []
+        assert storage.group_size is not None  # it is `completed`
+        masked_out = storage.policy.masked_out(params)
+        decays = [True] * len(leaves)
+        if self.decay_mask is not None:
+            decays = trees.mask_values("the mask of weight decay", self.decay_mask, params)
+        of_role = roles(params)
+        blocks = self.structure.infer(params) if self.structure else {}
+        axes = self.matrices.of(params) if self.matrices else {}
+        tables: set[str] = set()
+        if self.structure and storage.rounding == "embeddings":
+            tables = self.structure.embeddings(params)
+        coded = {  # the slots that the state stores as codes, with scales
+            (path, slot.name)
+            for slot in (self.rule.slots if state is not None else ())
+            for (path, _), scale in zip(
+                leaves, jax.tree.leaves(getattr(state, f"{slot.name}_scale")), strict=False
+            )
+            if jnp.ndim(scale)
+        }
+        plans = []
+        for (path, leaf), decay in zip(leaves, decays, strict=True):
+            trees.check_param(path, leaf)
+            shape, dtype, block = tuple(leaf.shape), jnp.dtype(leaf.dtype), blocks.get(path)
+            matrices = axes.get(path)
+            rule = self.rule.for_leaf(matrices)
+            if isinstance(rule, MatrixRule) and matrices is not None:
+                block = rule.block(matrices)
+            slots = {
+                slot: self._plan_slot(
+                    slot, of_role[path], path in masked_out, path in tables, block,
+                    None if state is None else (path, slot.name) in coded,
+                )
+                for slot in rule.slots
+            }  # fmt: skip
+            in_dtype = self.weights and storage.update_dtype == "param"
+            plans.append(
+                LeafPlan(
+                    path=path,
+                    shape=shape,
+                    dtype=dtype,
+                    group_size=storage.group_size,
+                    slots=tuple(plan for slot, plan in slots.items() if not slot.blockwise),
+                    split=choose_split(storage, path, dtype) if self.weights else None,
+                    update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
+                    decays=decay or (self.matrices is not None and path not in axes),
+                    returns_params=returns_params,
+                    block=block,
+                    blockwise=tuple(plan for slot, plan in slots.items() if slot.blockwise),
+                    matrices=matrices,
+                    rounds=self.weights and dtype != jnp.float32 and rounds_weights(storage),
+                    follows_gradient=self.weights and storage.update_dtype == "gradient",
+                )
+            )
+        return plans
+
+    def _plan_slot(
+        self,
+        slot: Slot,
+        role: Role,
+        masked_out: bool,
+        in_table: bool,
+        block: Block | None,
+        stored: bool | None,
+    ) -> SlotPlan:
+        storage, name, leaf = self.storage, slot.name, role.leaf
+        assert storage.group_size is not None
+        codec = getattr(storage, name) if slot.compressed else None
+        refused = f"storage.{name} is None" if codec is None else None
+        stochastic = {"stochastic": True, "nu": name == "nu", "embeddings": in_table}
+        decision = decide_slot(
+            leaf.path, leaf.shape, role.shape, name, codec, storage.group_size,
+            stochastic.get(storage.rounding, False), storage.policy, masked_out, stored, refused,
+        )  # fmt: skip
+        kept = decision.codec
+        dtype = kept.dtype if kept else jnp.dtype(self.slot_dtypes.get(name) or jnp.float32)
+        if slot.blockwise and block is not None:
+            decision = describe_block(decision, block, configured=codec is not None)
+        context.record(decision)
+        return SlotPlan(name, kept, dtype, decision.stochastic)
+
+
+def describe_block(
+    decision: context.Decision, block: Block, configured: bool = True
+) -> context.Decision:
+    """Return the decision about a block-wise slot, with the form of its block and its reasons.
+
+    Only a `configured` slot, one with a codec, has a reason if it is not compressed.
+    """
+    form = f"{decision.form or 'f32'}, {block.description or 'a value a block'}"
+    why = decision.reason if configured and decision.codec is None else ""
+    reason = "; ".join(filter(None, [block.reason, why]))
+    return dataclasses.replace(decision, form=form, reason=reason, block=block)
+
+
+def warn_of_four_bits(plans: Sequence[LeafPlan]) -> None:
+    """Warn of second moments in 4-bit codes, in `init`, which sees all leaves."""
+    if context.is_recording():
+        return
+    paths: dict[str, list[str]] = {_BLOCKWISE_FOUR_BITS: [], ELEMENTWISE_FOUR_BITS: []}
+    for plan in plans:
+        shares = plan.block is not None and not plan.block.elementwise
+        for slot in (*plan.slots, *plan.blockwise):
+            if slot.name == "nu" and slot.codes_per_byte > 1:
+                of_block = shares and slot in plan.blockwise
+                message = _BLOCKWISE_FOUR_BITS if of_block else ELEMENTWISE_FOUR_BITS
+                paths[message].append(plan.path)
+    for message, (first, *more) in ((m, p) for m, p in paths.items() if p):
+        others = f" and {len(more)} more" if more else ""
+        warnings.warn(message.format(f"leaf '{first}'{others}"), stacklevel=3)
+
+
+_BLOCKWISE_FOUR_BITS = (
+    "second moments that many elements share ({}) are stored in 4 bits: that saves almost no "
+    "memory, and each error affects all of these elements. Keep them in f32 with nu=None, for "
+    "example Storage.four_bit(nu=None)."
+)
+ELEMENTWISE_FOUR_BITS = (
+    "second moments of single elements ({}) are stored in 4 bits: small ones in a group with "
+    "larger ones may be stored too large, and their weights then move too slowly. "
+    "flash_factored_adamw with storage=Storage.four_bit(nu=None, group_size=32) has no such codes "
+    "and takes less memory, 3.56 bytes per parameter."
+)

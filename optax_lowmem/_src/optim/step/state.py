@@ -1,0 +1,256 @@
+"""The state of an optimizer: a tree per field, with an array or 0-d placeholder per parameter."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.arrays import array_metadata, numerics, trees, varying
+from optax_lowmem._src.arrays.codecs import MasterSplit
+from optax_lowmem._src.arrays.compiled import compiled, is_free
+from optax_lowmem._src.arrays.sharding import filled_like, reshard, sharding_of, state_sharding
+from optax_lowmem._src.optim import context
+from optax_lowmem._src.optim.step.batch import LeafState
+from optax_lowmem._src.optim.step.plan import LeafPlan
+from optax_lowmem._src.optim.step.rule import UpdateRule
+
+Forms = dict[str, jax.ShapeDtypeStruct]
+_PLACEHOLDER = jax.ShapeDtypeStruct((), jnp.float32)  # of a slot that a parameter does not have
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class StateFormat:
+    """Makes the states of an optimizer, and divides them into the states of parameters.
+
+    Without `weights` (learning rate, decay, split) the optimizer returns directions.
+    """
+
+    rule: UpdateRule
+    weights: bool = True
+
+    def zeros(self, plans: list[LeafPlan], params: optax.Params, seed: jax.Array) -> Any:
+        """Return a zero state with the parameters' sharding, without allocating f32 moments."""
+        leaves, fields = jax.tree.leaves(params), self.fields()
+        if is_free(leaves):
+            slots, (count, others) = compiled(_zeros)(plans, leaves, fields)
+        else:
+            slots, (count, others) = _zero_slots(plans, leaves), compiled(_zero_rest)(plans, fields)
+        for plan, leaf, row, other in zip(plans, leaves, slots, others, strict=True):
+            names = {slot.name for slot in (*plan.slots, *plan.blockwise)}
+            for name, x in other.items():
+                if name.removesuffix("_scale") in names:  # on Explicit axes, as steps shard it
+                    sharding = state_sharding(
+                        plan.path, leaf.shape, sharding_of(leaf), x.shape, (plan.group_size,)
+                    )
+                    x = reshard(x, sharding)  # noqa: PLW2901
+                row[name] = x
+            if plan.split is not None:
+                row["correction"] = initial_correction(plan.split, plan.path, leaf)
+        columns = {name: [row[name] for row in slots] for name in fields}
+        return self.of_columns(count, seed, columns, params)
+
+    def unpack(
+        self, state: optax.OptState, plans: list[LeafPlan], params: optax.Params
+    ) -> tuple[list[LeafState], list[LeafState]]:
+        """Return the states of the leaves and of their block-wise slots, after checking both."""
+        columns = {}
+        for name in self.fields():
+            tree = getattr(state, name)
+            columns[name] = leaves = jax.tree.leaves(tree)
+            if len(leaves) != len(plans):
+                raise ValueError(
+                    f"the state's {name} has {len(leaves)} leaves for {len(plans)} parameters: "
+                    "it was made for another tree. Call init with these parameters."
+                )
+            trees.check_state_tree(tree, params)
+        rows = []
+        for i, plan in enumerate(plans):
+            forms = _forms(plan)
+            row = {name: arrays[i] for name, arrays in columns.items()}
+            for name, x in row.items():
+                form = forms.get(name, _PLACEHOLDER)
+                if jnp.shape(x) != form.shape or jnp.dtype(x.dtype) != form.dtype:
+                    raise ValueError(_misfit(plan, name, x, form))
+            rows.append(from_row(plan, row))
+        states, blockwise = zip(*rows, strict=True) if rows else ((), ())
+        return list(states), list(blockwise)
+
+    def pack(
+        self,
+        count: jax.Array,
+        plans: list[LeafPlan],
+        states: list[LeafState],
+        blockwise: list[LeafState],
+        params: optax.Params,
+        before: optax.OptState,
+    ) -> Any:
+        """Return the state after a step, which replaces arrays of the state before.
+
+        Placeholders of missing slots, scales and corrections are reused: a new one would be a copy
+        of a constant, and so one launch per parameter.
+        """
+        columns = {name: jax.tree.leaves(getattr(before, name)) for name in self.fields()}
+        for i, row in enumerate(map(to_row, plans, states, blockwise)):
+            for name, x in row.items():
+                columns[name][i] = x
+        return self.of_columns(count, before.seed, columns, params, before)
+
+    def fields(self) -> list[str]:
+        """Return the names of the state's fields that have one array per parameter."""
+        slots = [field for slot in self.rule.slots for field in (slot.name, f"{slot.name}_scale")]
+        return [*slots, "correction"] if self.weights else slots
+
+    def of_columns(
+        self,
+        count: jax.Array,
+        seed: jax.Array,
+        columns: Mapping[str, list[Any]],
+        params: optax.Params,
+        before: optax.OptState | None = None,
+    ) -> Any:
+        """Build a state, with trees like the parameters, from the arrays of each field."""
+        fields = {
+            name: array_metadata.like(params, arrays, getattr(before, name, None))
+            for name, arrays in columns.items()
+        }
+        return self.rule.state_type(count=count, seed=seed, **{"correction": None, **fields})
+
+
+Row = dict[str, Any]  # the arrays of one parameter, by field of the state
+
+
+def from_row(plan: LeafPlan, row: Row) -> tuple[LeafState, LeafState]:
+    """Return the state of a leaf and that of its block-wise slots."""
+    state, blockwise = (
+        LeafState(
+            tuple(row[slot.name] for slot in slots),
+            tuple(row[f"{slot.name}_scale"] for slot in slots if slot.codec is not None),
+        )
+        for slots in (plan.slots, plan.blockwise)
+    )
+    return state._replace(correction=row["correction"] if plan.split else None), blockwise
+
+
+def stored_fields(plan: LeafPlan) -> list[str]:
+    """Return the fields of a state that have an array of a leaf, no placeholder."""
+    names = ["correction"] if plan.split else []
+    for slot in (*plan.slots, *plan.blockwise):
+        names += [slot.name] if slot.codec is None else [slot.name, f"{slot.name}_scale"]
+    return names
+
+
+def to_row(plan: LeafPlan, state: LeafState, blockwise: LeafState) -> Row:
+    """Do the opposite of `from_row`; placeholders of what the leaf does not have are left out."""
+    row = {} if state.correction is None else {"correction": state.correction}
+    for slots, stored in ((plan.slots, state), (plan.blockwise, blockwise)):
+        row |= {slot.name: x for slot, x in zip(slots, stored.slots, strict=True)}
+        coded = [slot for slot in slots if slot.codec is not None]
+        row |= {f"{slot.name}_scale": x for slot, x in zip(coded, stored.scales, strict=True)}
+    return row
+
+
+def _forms(plan: LeafPlan) -> Forms:
+    """Return the shape and dtype of each array that a parameter has in a state, by field."""
+    split = plan.split
+    forms = {"correction": jax.ShapeDtypeStruct(plan.shape if split else (),
+                                                split.dtype if split else jnp.int8)}  # fmt: skip
+    stored = [*zip(plan.slots, plan.storage, strict=True)]
+    for slot, form in [*stored, *zip(plan.blockwise, plan.blockwise_storage, strict=True)]:
+        forms[slot.name], forms[f"{slot.name}_scale"] = form
+    return forms
+
+
+def _zeros(plans: list[LeafPlan], leaves: list[Any], fields: list[str]) -> Any:
+    return _zero_slots(plans, leaves), _zero_rest(plans, fields)
+
+
+def _zero_slots(plans: list[LeafPlan], leaves: list[Any]) -> list[dict[str, jax.Array]]:
+    """Return the zero elementwise slots of each leaf, with its sharding."""
+    return [
+        {
+            slot.name: filled_like(plan.path, leaf, form.codes, plan.group_size, 0)
+            for slot, form in zip(plan.slots, plan.storage, strict=True)
+        }
+        for plan, leaf in zip(plans, leaves, strict=True)
+    ]
+
+
+def _zero_rest(
+    plans: list[LeafPlan], fields: list[str]
+) -> tuple[jax.Array, list[dict[str, jax.Array]]]:
+    """Return a zero count, and the other zeros of each leaf, also placeholders of corrections."""
+    rows = []
+    for plan in plans:
+        forms, made = _forms(plan), {slot.name for slot in plan.slots}
+        made |= set() if plan.split is None else {"correction"}
+        others = {name: forms.get(name, _PLACEHOLDER) for name in fields if name not in made}
+        rows.append({name: jnp.zeros(form.shape, form.dtype) for name, form in others.items()})
+    return jnp.zeros((), jnp.int32), rows
+
+
+def check_order(gradients: list[jax.Array], params: optax.Params, correction: optax.Params) -> None:
+    """Raise if the dtypes show that gradients and parameters were swapped."""
+    rows = zip(jax.tree.leaves(params), gradients, jax.tree.leaves(correction), strict=False)
+    for i, (p, g, kept) in enumerate(rows):
+        if p.dtype == jnp.float32 and numerics.is_narrow(g.dtype) and jnp.ndim(kept):
+            path, _ = trees.named_leaves(params)[i]
+            raise ValueError(
+                f"the gradient of '{path}' is {g.dtype} and the weight float32, but the state "
+                "corrects a 16-bit weight: they are in each other's place, or the weight was cast. "
+                "Call tx.update(grads, state, params), lowmem.step(tx, grads, state, params)."
+            )
+
+
+def promoted(path: str, correction: jnp.dtype) -> str:
+    """Return the error message for an f32 weight whose state corrects a 16-bit weight."""
+    return (
+        f"weight '{path}' is float32, but the state corrects a 16-bit weight (by {correction}). An "
+        "f32 update was added to it without a cast, as eqx.apply_updates and params + updates do: "
+        "use optax.apply_updates or lowmem.step, or make the optimizer with "
+        "update_dtype='param' (storage=Storage(update_dtype='param'), or the argument of "
+        "split_master_weights). If it was cast, or the state restored for other weights, begin "
+        "with params, state = lowmem.init(tx, params_f32). If gradients and weights are in each "
+        "other's place, call tx.update(grads, state, params)."
+    )
+
+
+def initial_correction(split: MasterSplit, path: str, leaf: jax.Array) -> jax.Array:
+    """Return the correction that `lowmem.init` provides, or else zero correction."""
+    provided = context.provided_correction(path)
+    if provided is not None:
+        return provided
+    return jnp.full_like(leaf, split.zero, dtype=split.dtype)
+
+
+def _misfit(plan: LeafPlan, field: str, array: Any, form: jax.ShapeDtypeStruct) -> str:
+    """Return the error message for an array of a state that does not fit the plan."""
+    hint = blocks = ""
+    description = plan.block.description if plan.block is not None else ""
+    if description and field in {slot.name for slot in plan.blockwise}:
+        blocks = f", {field}: {description}"
+        if varying.sees_shards():
+            hint = (
+                " In a shard_map or pmap, means over blocks, rows or columns may involve several "
+                "devices: call the step in jit with shardings instead."
+            )
+    if field == "correction" and plan.dtype == jnp.float32 and jnp.shape(array) == plan.shape:
+        return promoted(plan.path, array.dtype)
+    if varying.sees_shards() and field.endswith("_scale"):
+        hint = (
+            " In a shard_map each shard must consist of whole groups, with the scales of those: "
+            "see docs/guides/sharding.md, or call the step in jit with shardings instead."
+        )
+    if field == "correction":
+        hint = (
+            " If weights were cast after tx.init, start with params, state = "
+            "lowmem.init(tx, params_f32) instead."
+        )
+    return (
+        f"state field {field} of '{plan.path}' is {array.dtype}{list(jnp.shape(array))}, but this "
+        f"storage (group_size={plan.group_size}, parameter {plan.dtype}{list(plan.shape)}{blocks}) "
+        f"keeps {form.dtype}{list(form.shape)}. The state was made or restored with other "
+        f"settings: use those, or call init again.{hint}"
+    )

@@ -1,0 +1,299 @@
+"""`chain` with f32 gradients between links, and `step`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lowmem._src.arrays import trees
+from optax_lowmem._src.arrays.compiled import compiled
+from optax_lowmem._src.arrays.hyperparameters import check_choice
+from optax_lowmem._src.arrays.sharding import placements
+from optax_lowmem._src.arrays.typing import Tree
+from optax_lowmem._src.kernels import step_arguments
+from optax_lowmem._src.optim.step import IMPLEMENTATIONS
+from optax_lowmem._src.optim.step.engine import EngineTransformation
+from optax_lowmem._src.optim.step.masters import adds_noise, splits_masters
+
+
+def chain(*transformations: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Chain transformations as `optax.chain`, with the same state, but pass gradients in f32.
+
+    (optax's clipping computes the norm of bf16 gradients in bf16.) If the last link is one of our
+    optimizers with `update_dtype="gradient"`, it gets the gradients in their original dtype.
+
+    Args:
+      *transformations: the links; one that splits master weights, or adds noise to weights, must
+        be the last.
+
+    Raises:
+      TypeError: for a link that is not a transformation.
+      ValueError: without links; in `init`, if a link follows one that splits master weights or adds
+        noise.
+
+    Example:
+      >>> import optax, optax_lowmem as lowmem
+      >>> tx = lowmem.chain(optax.clip_by_global_norm(1.0), lowmem.flash_adamw(3e-4))
+    """
+    for link in transformations:
+        trees.check_transformation(link, "chain takes transformations one by one, chain(*links).")
+    if not transformations:
+        raise ValueError("chain takes at least one transformation: chain(*links).")
+    linked = optax.chain(*transformations)
+
+    def init(params: optax.Params) -> optax.OptState:
+        for index, link in enumerate(transformations[:-1]):
+            if adds_noise(link, params):
+                raise ValueError(
+                    f"link {index} of the chain adds noise to weights, and link {index + 1} would "
+                    "change its updates: put gaussws_noise around the chain, or last in the chain."
+                )
+            if splits_masters(link, params):
+                raise ValueError(
+                    f"link {index} of the chain splits master weights, so link {index + 1} would "
+                    "change updates after their corrections were computed. Put it before, or give "
+                    f"link {index} storage=Storage(master_weight_bits=None) and wrap the chain in "
+                    "split_master_weights."
+                )
+        return linked.init(params)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return _run_links(transformations, updates, state, params, _update, extra)
+
+    update.links = transformations  # type: ignore[attr-defined]
+    return Chain(init, update)
+
+
+class Chain(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
+    """A chain that stores its links for `step`, on its function: tree functions keep these."""
+
+    @property
+    def links(self) -> tuple[optax.GradientTransformation, ...]:
+        links: tuple[optax.GradientTransformation, ...] = self.update.links
+        return links
+
+
+Take = Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, state, weights) -> new ones
+
+
+class InnerWeights(Protocol):
+    """The functions of a `WeightTransformation`."""
+
+    @property
+    def inner(self) -> optax.GradientTransformationExtraArgs: ...
+
+    def update(
+        self, updates: Any, state: Any, params: Any = None, *, factor: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        """As optax's; `factor` multiplies the gradients, if `inner` is one of our optimizers."""
+
+    def advance(
+        self, gradients: Any, state: Any, params: Any, take: Take, factor: Any
+    ) -> tuple[Any, Any]:
+        """Return new parameters and state; `take` steps the weights of `inner`."""
+
+
+class WeightTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """A transformation whose optimizer steps other weights than the loss gets: `gaussws_noise`."""
+
+    work: InnerWeights
+
+
+def step(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    *,
+    implementation: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    specs: object = None,
+    **extra: Any,
+) -> tuple[optax.Params, optax.OptState]:
+    """Take one training step; return new parameters and state.
+
+    Gives the same result as `tx.update` and `optax.apply_updates`. Nothing is donated here: jit the
+    training step with `donate_argnums` for parameters and state. If a wrapper of optax rejects f32
+    updates of 16-bit gradients, the step is traced again with these gradients in f32.
+
+    Args:
+      tx: any optax transformation.
+      grads: gradients, f32 or 16-bit.
+      state: the optimizer's state. Arrays in host memory, as in `jax.device_put(state,
+        SingleDeviceSharding(device, memory_kind="pinned_host"))`, are copied to the device one
+        parameter at a time, and back; outside of jit only.
+      params: the parameters.
+      implementation: None selects the fastest available for each leaf (see `explain`); "xla" is
+        plain jnp on every device; "pallas" and "triton" are GPU kernels. "pallas_tpu" is a TPU
+        kernel, which no TPU has run: only this argument selects it, and leaves that it does not
+        support are XLA's. The mesh of the arrays, `jax.set_mesh` or `jax.default_device` determines
+        whether the program is for a TPU, on any machine; without them, on a machine with a TPU,
+        the choice is made by the platform for which the program is compiled.
+      mesh: mesh of `specs`; by default that of `jax.set_mesh`.
+      specs: on a mesh with Auto axes, the sharding of codes and corrections: a tree like the
+        parameters of PartitionSpec or NamedSharding (under ZeRO-1, of `state_shardings(...).mu`).
+        Kernels then run on each device's shard. On GPUs they do without `specs` too, and on
+        Explicit axes; on TPUs with Auto axes and no `specs`, XLA compiles the step.
+      **extra: extra arguments of the optimizer, such as `value=`.
+
+    Returns:
+      (parameters, state).
+
+    Raises:
+      ValueError: for an implementation that does not support a leaf, or "pallas_tpu" in a program
+        that is not for a TPU; names leaf and reason.
+      TypeError: for a wrapper of optax that needs updates in the gradients' dtype; a note explains
+        which option gives them.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> params, state = lowmem.init(tx, {"w": jnp.ones((8, 8))})
+      >>> params, state = lowmem.step(tx, {"w": jnp.ones((8, 8))}, state, params)
+    """
+    trees.check_transformation(tx, "pass step(tx, grads, state, params).")
+    check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
+    places = None if specs is None else placements(params, specs, mesh)
+    with step_arguments.stepping(implementation=implementation, placements=places):
+        try:
+            return _step_by_params(tx, grads, state, params, None, extra)
+        except TypeError as error:
+            if not _has_unlike_branches(error):
+                raise
+        try:  # with f32 gradients, zeros like the gradients match the f32 updates
+            return _step_by_params(tx, _widened(grads), state, params, None, extra)
+        except TypeError as error:
+            if _has_unlike_branches(error):
+                error.add_note(_UNLIKE_BRANCHES)
+            raise
+
+
+def _run_links(
+    links: Sequence[optax.GradientTransformation],
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    last: Callable[..., tuple[optax.Updates, optax.OptState]],
+    extra: Mapping[str, Any],
+) -> tuple[optax.Updates, optax.OptState]:
+    """Run the links before the last on f32 gradients, then apply `last` to the last link.
+
+    Clipping by the global norm right before one of our optimizers becomes a factor by which the
+    optimizer multiplies the gradient, which avoids a scaled f32 copy.
+    """
+    *before, final = links
+    if not isinstance(state, (tuple, list)) or len(state) != len(links):
+        parts = f" of {len(state)}" if isinstance(state, (tuple, list)) else ""
+        raise ValueError(
+            f"the state is a {type(state).__name__}{parts}, but the state of this chain is a tuple "
+            f"with a state for each of its {len(links)} links. The arguments are step(tx, grads, "
+            "state, params) and update(grads, state, params)."
+        )
+    gradients = updates
+    folds = bool(before) and _takes_factor(final) and clips_global_norm(before[-1])
+    run = before[:-1] if folds else before
+    if run or not _takes_factor(final):
+        updates = _widened(updates)
+    states = []
+    for link, link_state in zip(run, state, strict=False):
+        update = optax.with_extra_args_support(link).update
+        updates, new = update(updates, link_state, params, **extra)
+        states.append(trees.keep_dtypes(link_state, new, gradients))
+    factor = None
+    if folds:
+        norm = compiled(norm_of)(jax.tree.leaves(updates))
+        factor = clipping_factor(before[-1], norm, state[-2])
+        states.append(state[-2])
+    if _follows_gradients(final):
+        updates = trees.as_given(updates, gradients)
+    result, new = last(final, updates, state[-1], params, factor, extra)
+    return result, (*states, trees.keep_dtypes(state[-1], new, gradients))
+
+
+def _update(
+    tx: optax.GradientTransformation, updates: Any, state: Any, params: Any, factor: Any, extra: Any
+) -> tuple[optax.Updates, optax.OptState]:
+    if isinstance(tx, EngineTransformation):
+        return tx.engine.update(updates, state, params, gradient_scale=factor)
+    if isinstance(tx, WeightTransformation):
+        return tx.work.update(updates, state, params, factor=factor, **extra)
+    return optax.with_extra_args_support(tx).update(updates, state, params, **extra)
+
+
+def _step_by_params(
+    tx: optax.GradientTransformation, updates: Any, state: Any, params: Any, factor: Any, extra: Any
+) -> tuple[optax.Params, optax.OptState]:
+    """Step a transformation, or the links of a chain, by new parameters where it returns them."""
+    if isinstance(tx, Chain):
+        return _run_links(tx.links, updates, state, params, _step_by_params, extra)
+    if isinstance(tx, EngineTransformation) and tx.engine.weights and params is not None:
+        return tx.engine.run(updates, state, params, gradient_scale=factor, returns_params=True)
+    if isinstance(tx, WeightTransformation):
+
+        def take(gradients: Any, inner_state: Any, weights: Any) -> tuple[Any, Any]:
+            return _step_by_params(tx.work.inner, gradients, inner_state, weights, factor, extra)
+
+        return tx.work.advance(updates, state, params, take, factor)
+    updates, state = _update(tx, updates, state, params, factor, extra)
+    return optax.apply_updates(params, updates), state
+
+
+_UNLIKE_BRANCHES = (
+    "A wrapper such as optax.apply_if_finite, conditionally_mask or MultiSteps selects between an "
+    "update and zeros like the gradient, whose dtypes differ. Build the optimizer with "
+    "storage=Storage(update_dtype='gradient') (also an argument of split_master_weights)."
+)
+
+
+def _has_unlike_branches(error: TypeError) -> bool:
+    return "cond branches must have equal output types" in str(error)
+
+
+def _takes_factor(tx: optax.GradientTransformation) -> bool:
+    """Return whether a transformation accepts a gradient scale and 16-bit gradients."""
+    return isinstance(tx, EngineTransformation) or (
+        isinstance(tx, WeightTransformation) and isinstance(tx.work.inner, EngineTransformation)
+    )
+
+
+def _follows_gradients(tx: optax.GradientTransformation) -> bool:
+    """Return whether this is one of our optimizers with `update_dtype="gradient"`."""
+    tx = tx.work.inner if isinstance(tx, WeightTransformation) else tx
+    return isinstance(tx, EngineTransformation) and tx.engine.storage.update_dtype == "gradient"
+
+
+def _widened(updates: Tree) -> Tree:
+    return trees.widened(updates, floats_only=True)
+
+
+def clips_global_norm(link: optax.GradientTransformation) -> bool:
+    """Return whether a link is `optax.clip_by_global_norm`, recognized by its function's name."""
+    update = link.update
+    name = f"{getattr(update, '__module__', '')}.{getattr(update, '__qualname__', '')}"
+    return name.startswith("optax.") and name.endswith(".clip_by_global_norm.<locals>.update_fn")
+
+
+def norm_of(gradients: list[jax.Array]) -> jax.Array:
+    """Return the global norm of gradients, computed in f32."""
+    return jnp.asarray(optax.tree.norm(_widened(gradients)))
+
+
+def clipping_factor(link: optax.GradientTransformation, norm: jax.Array, state: Any) -> jax.Array:
+    """Return the factor by which `clip_by_global_norm` scales gradients of this norm."""
+    cells = (cell.cell_contents for cell in getattr(link.update, "__closure__", None) or ())
+    # inject_hyperparams makes a new link in each step, whose array would be compiled in
+    of_number = not any(isinstance(cell, jax.Array | np.ndarray) for cell in cells)
+    factor = compiled(_factor) if of_number else _factor
+    return factor(link, norm, state)
+
+
+def _factor(link: optax.GradientTransformation, norm: jax.Array, state: Any) -> jax.Array:
+    clipped, _ = link.update(norm, state)
+    # for an infinite norm, as in optax, finite gradients become 0 and infinite ones NaN
+    infinite = jnp.where(jnp.isnan(norm), norm, jnp.float32(0))
+    # a norm of 0 may come from tiny gradients whose squares underflow; optax does not change them
+    factor = jnp.where(norm == 0, 1, clipped / jnp.where(norm == 0, 1, norm))
+    return jnp.where(jnp.isfinite(norm), factor, infinite).astype(jnp.float32)

@@ -1,0 +1,1 @@
+"""Training loops: gradient release, checkpoints, memory, diagnostics, shardings and Flax."""

@@ -1,0 +1,207 @@
+"""Plan the memory of a training step from shapes alone: what fits, and the largest batch."""
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import optax
+
+from optax_lowmem._src.arrays import trees
+from optax_lowmem._src.training.memory.state import UNITS, Report, report, unit_of
+
+RESIDENT, RELEASE, OFFLOAD = "resident", "release", "offload"
+MODES = (RESIDENT, RELEASE, OFFLOAD)
+_IN_FLIGHT = 3  # layers whose state is on the device: one copied in, one updated, one copied out
+_MOST = 2**16  # rows of a batch
+
+
+class Activations(NamedTuple):
+    """Bytes of activations, and of gradients outside the stacked layers, at points of a step.
+
+    Attributes:
+      loss: while the loss and the gradient of its logits are computed.
+      layers: in the backward pass of a layer.
+      end: in the backward pass of what comes before the layers.
+    """
+
+    loss: int
+    layers: int
+    end: int
+
+
+class Fixed(NamedTuple):
+    """Bytes on the device, beside weights and activations, at a point of a step."""
+
+    state: int
+    gradients: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModePlan:
+    """Bytes of a training step in one mode.
+
+    Attributes:
+      name: `resident`: all gradients exist at once; `release`: those of one layer; `offload`:
+        likewise, and the state is on the host, but for that of a few layers.
+      weights: bytes of the weights, frozen ones included.
+      fixed: bytes of state and gradients at the points of `Activations`.
+      activations: bytes of activations by batch size.
+      host: bytes of the state on the host; a step copies them to the device and back.
+      batch: largest batch that fits; 0 if none does.
+    """
+
+    name: str
+    weights: int
+    fixed: tuple[Fixed, Fixed, Fixed]
+    activations: Callable[[int], Activations]
+    host: int = 0
+    batch: int = 0
+
+    def peak(self, batch: int) -> tuple[int, int, int]:
+        """Return the bytes of state, gradients and activations at the peak of a step."""
+        points = zip(self.fixed, self.activations(batch), strict=True)
+        return max(((*fixed, size) for fixed, size in points), key=sum)
+
+    def total_bytes(self, batch: int) -> int:
+        """Return the bytes of the device at the peak of a step with `batch` rows."""
+        return self.weights + sum(self.peak(batch))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The modes of a training step and what fits; print it for a table.
+
+    Attributes:
+      budget: bytes that the step may use.
+      modes: a plan of each mode, the fastest first.
+    """
+
+    budget: int
+    modes: tuple[ModePlan, ...]
+
+    @property
+    def best(self) -> ModePlan | None:
+        """Return the first mode that fits, or None."""
+        return next((mode for mode in self.modes if mode.batch), None)
+
+    def __str__(self) -> str:
+        """Return a table of the modes at their largest batch."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        unit = unit_of(self.budget)
+        heads = ("weights", "state", "gradients", "activations", "total", "on the host")
+        yield f"{unit:<10}" + "".join(f"{head:>13}" for head in heads) + "   largest batch"
+        for mode in self.modes:
+            batch = max(mode.batch, 1)
+            sizes = (mode.weights, *mode.peak(batch), mode.total_bytes(batch), mode.host or None)
+            cells = "".join(
+                f"{'' if size is None else f'{size / UNITS[unit]:.2f}':>13}" for size in sizes
+            )
+            lacks = (mode.total_bytes(batch) - self.budget) / UNITS[unit]
+            fits = str(mode.batch) if mode.batch else f"none: {lacks:.2f} {unit} too large"
+            yield f"{mode.name:<10}{cells}   {fits}"
+
+
+def plan(
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    *,
+    budget: int,
+    activations: Callable[[int], int | Activations],
+    frozen: optax.Params = (),
+    stacks: Sequence[str] = (),
+    modes: Sequence[str] = MODES,
+    accumulate: bool = False,
+) -> Plan:
+    """Plan the memory of a training step, from shapes alone.
+
+    Args:
+      tx: the optimizer.
+      params: the trained weights as stored, or their `jax.eval_shape`.
+      budget: bytes of the device that the step may use.
+      activations: batch -> bytes of activations beside all gradients, such as those of
+        `activation_report`; or `Activations`, which has the gradients outside the stacks.
+      frozen: weights without gradient and state.
+      stacks: paths of stacked layers, as in `release.Layered`.
+      modes: of `resident`, `release` and `offload`; the latter two need stacks.
+      accumulate: whether a step adds up the gradients of several batches, in the dtype of the
+        weights, or with `offload` layer by layer in f32. `release` cannot, and is left out.
+
+    Returns:
+      A `Plan`; print it for a table.
+
+    Raises:
+      ValueError: for an unknown mode, or a path that is not in the parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
+      >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)}
+      >>> of_batch = lambda batch: batch * 2048 * 4096 * 2
+      >>> plan = lowmem.memory.plan(
+      ...     lowmem.flash_adamw(1e-3), params, budget=2**28, activations=of_batch
+      ... )
+      >>> plan.best.name, plan.best.batch
+      ('resident', 8)
+    """
+    unknown = set(modes) - set(MODES)
+    if unknown:
+        raise ValueError(f"modes must be among {', '.join(MODES)}, got {sorted(unknown)}")
+    whole = not isinstance(activations(1), Activations)
+
+    def of_batch(batch: int) -> Activations:
+        size = activations(batch)
+        return size if isinstance(size, Activations) else Activations(0, size, 0)
+
+    of_params = report(tx, params)
+    weights = of_params.params_bytes + trees.nbytes(frozen)
+    plans = []
+    for name, fixed in _fixed(
+        of_params, dict(trees.named_leaves(params)), stacks, whole, accumulate
+    ):
+        if name in modes:
+            host = of_params.state_bytes if name == OFFLOAD else 0
+            mode = ModePlan(name, weights, fixed, of_batch, host)
+            largest = bisect.bisect_right(range(1, _MOST), budget, key=mode.total_bytes)
+            plans.append(dataclasses.replace(mode, batch=largest))
+    return Plan(budget, tuple(plans))
+
+
+def _fixed(
+    of_params: Report, leaves: dict[str, Any], stacks: Sequence[str], whole: bool, accumulate: bool
+) -> Iterator[tuple[str, tuple[Fixed, Fixed, Fixed]]]:
+    """Yield state and gradients by mode; `whole`: with the gradients outside the stacks."""
+    layers = {path: Fixed(0, 0) for path in stacks}  # one of each stack
+    stacked, largest = 0, Fixed(0, 0)
+    for path, leaf in leaves.items():
+        size = trees.nbytes(leaf)
+        state = sum(of_params.by_leaf[path].values()) - size
+        stack = next((s for s in stacks if path.startswith(f"{s}/")), None)
+        if stack is None:
+            largest = max(largest, Fixed(state, size))
+        else:
+            stacked += size
+            number, layer = leaf.shape[0], layers[stack]
+            layers[stack] = Fixed(layer.state + state // number, layer.gradients + size // number)
+    missing = [path for path, layer in layers.items() if not layer.gradients]
+    if missing:
+        raise ValueError(f"there is no stack '{missing[0]}' in the parameters")
+    outside = of_params.params_bytes - stacked if whole else 0
+    state, sums = of_params.state_bytes, of_params.params_bytes if accumulate else 0
+    every = Fixed(state, stacked + outside + sums)
+    yield RESIDENT, (Fixed(state, sums), every, every)
+    if not stacks:
+        return
+    layer = max(layers.values())
+    if not accumulate:
+        # the layer's slices, which the update replaces, are copies
+        at_work = Fixed(state + layer.state, layer.gradients + outside)
+        yield RELEASE, (Fixed(state, 0), at_work, Fixed(state, outside))
+    # one layer of the stack is a copy, and gradients of several batches are added in f32; the state
+    # of a leaf outside the stacks is copied in after its gradient, and not beside that of layers
+    flight, wide = _IN_FLIGHT * layer.state, 2 if accumulate else 1
+    of_loss = Fixed(0, sums and 2 * largest.gradients)
+    at_work = Fixed(flight, (1 + wide) * layer.gradients + outside)
+    at_end = Fixed(largest.state, outside)
+    yield OFFLOAD, (of_loss, at_work, at_end)

@@ -1,0 +1,230 @@
+"""`Layered`, a model as a chain of stages, and the split of its parameters into stacks and rest."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend.core import Jaxpr
+from jax.typing import ArrayLike
+
+from optax_lowmem._src.arrays import trees
+
+LayerFunction = Callable[[Any, Any, Any, Any], Any]  # (weights, rest, x, batch) -> x
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layered:
+    """A model with stacked layers: a first stage, stacks of equal layers, and a last stage.
+
+    ::
+
+        x = first(rest, batch)
+        for path, layer in layers.items():          # each stack in turn
+            for weights in params[path]:            # one layer after another
+                x = layer(weights, rest, x, batch)
+        loss = last(rest, x, batch)
+
+    `rest` is the tree of parameters with None in place of the stacks. Every function may read any
+    part of it: an embedding that is also the output head, an attention block that all layers share.
+
+    Args:
+      first: (rest, batch) -> x, any tree of arrays. The layers keep its shapes and dtypes.
+      layers: dict from the path of a stack in the parameters (as in `explain`: "layers",
+        "decoder/blocks") to its layer function, (weights, rest, x, batch) -> x. Each leaf of a
+        stack has the layers on axis 0; `weights` is one layer's subtree, without that axis. If a
+        layer needs its index, keep a counter in x.
+      last: (rest, x, batch) -> loss, a float scalar, or (loss, aux).
+      has_aux: whether `last` returns (loss, aux).
+
+    A `Layered` is callable as (params, batch) -> loss. It scans over each stack and rematerialises
+    every layer, for evaluation, or for `jax.value_and_grad` and `lowmem.step`.
+
+    Raises:
+      TypeError: for stages that are not functions.
+      ValueError: if there is no stack. When called, for a path that is not in the parameters, and
+        for leaves of a stack with different numbers of layers.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem import release
+      >>> model = release.Layered(
+      ...     first=lambda rest, batch: rest["embed"][batch],
+      ...     layers={"layers": lambda weights, rest, x, batch: x + jnp.tanh(x @ weights["w"])},
+      ...     last=lambda rest, x, batch: jnp.mean((x @ rest["embed"].T) ** 2),
+      ... )
+      >>> params = {"embed": jnp.ones((5, 4)), "layers": {"w": jnp.zeros((3, 4, 4))}}
+      >>> print(model(params, jnp.array([0, 1])))
+      16.0
+    """
+
+    first: Callable[[Any, Any], Any]
+    layers: Mapping[str, LayerFunction]
+    last: Callable[[Any, Any, Any], Any]
+    has_aux: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, Mapping) or not self.layers:
+            raise ValueError(
+                f"layers is a dict from the path of a stack to its layer function, for example "
+                f"{{'layers': block}}, got {self.layers!r}"
+            )
+        stages = {"first": self.first, **self.layers, "last": self.last}
+        for name, stage in stages.items():
+            if not callable(stage):
+                raise TypeError(f"stage '{name}' of the model is not a function: {stage!r}")
+
+    def __call__(self, params: optax.Params, batch: object) -> Any:
+        """Return the loss, or (loss, aux)."""
+        parts = self.take_apart(params)
+        x = self.first(parts.rest(), batch)
+        for path, layer in self.layers.items():
+
+            def body(x: object, weights: object, layer: LayerFunction = layer) -> tuple[Any, None]:
+                return layer(weights, parts.rest(), x, batch), None
+
+            body = jax.checkpoint(body, prevent_cse=False)
+            x, _ = lax.scan(body, x, parts.stacks[path].tree)
+        return self.last(parts.rest(), x, batch)
+
+    def take_apart(self, params: optax.Params) -> "Parts":
+        """Split parameters into the stacks and the rest."""
+        return take_apart(params, tuple(self.layers))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Parameters of a stack of layers."""
+
+    tree: Any  # subtree whose leaves have the layers on axis 0
+    indices: list[int]  # indices of its leaves in the whole tree
+    layers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Parameters, split into stacks and the rest."""
+
+    stacks: dict[str, Stack]  # by path
+    leaves: list[Any]  # of the rest
+    indices: list[int]  # of these leaves in the whole tree
+    treedef: Any  # of the rest
+
+    def rest(self, changed: Mapping[int, jax.Array] | None = None) -> Any:
+        """Return the rest of the tree, with the leaves at some positions replaced."""
+        changed = changed or {}
+        return self.treedef.unflatten([changed.get(i, x) for i, x in enumerate(self.leaves)])
+
+
+def take_apart(params: optax.Params, paths: Sequence[str]) -> Parts:
+    """Split parameters into the stacks at these paths and the rest."""
+
+    def is_stack(path: tuple[object, ...], node: object) -> bool:
+        return trees.path_name(path) in paths
+
+    treedef: Any
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(
+        params, is_leaf=is_stack, is_leaf_takes_path=True
+    )
+    stacks: dict[str, Stack] = {}
+    others: list[Any] = []
+    indices: list[int] = []
+    index = 0
+    for key_path, node in nodes:
+        path, count = trees.path_name(key_path), len(jax.tree.leaves(node))
+        of_node = list(range(index, index + count))
+        index += count
+        if path in paths:
+            stacks[path] = Stack(node, of_node, _layers_of(path, node))
+            others.append(None)
+        else:
+            indices += of_node
+            others.append(node)
+    for path in paths:
+        if path not in stacks:
+            known = ", ".join(name for name, _ in trees.named_leaves(params)[:4])
+            raise ValueError(
+                f"there is no '{path}' in the parameters ({known}, ...): `layers` names the "
+                "subtree whose leaves have the layers on axis 0."
+            )
+    rest, rest_treedef = jax.tree.flatten(treedef.unflatten(others))
+    return Parts(stacks, rest, indices, rest_treedef)
+
+
+def _layers_of(path: str, tree: optax.Params) -> int:
+    leaves = trees.named_leaves(tree)
+    if not leaves:
+        raise ValueError(f"the stack '{path}' has no leaves: pass the path of the layers.")
+    sizes = {name: jnp.shape(leaf)[:1] for name, leaf in leaves}
+    (first, size), *others = sizes.items()
+    for name, other in [(first, size), *others]:
+        where = f"{path}/{name}" if name else path
+        if not other or other[0] == 0:
+            raise ValueError(
+                f"leaf '{where}' of the stack '{path}' has no layer axis: every leaf of a stack "
+                "needs one entry per layer on axis 0. Move it out of the stack, into the rest."
+            )
+        if other != size:
+            raise ValueError(
+                f"leaf '{where}' has {other[0]} layers on axis 0 and '{path}/{first}' has "
+                f"{size[0]}: all leaves of a stack need as many layers. Move it into another "
+                "stack, or into the rest."
+            )
+    return int(size[0])
+
+
+class Unchanged(NamedTuple):
+    """Arrays in x that every layer of a stack returns unchanged, so that one copy is saved."""
+
+    arrays: Any
+
+
+def map_x(on_array: Callable[..., Any], on_unchanged: Callable[[Unchanged], Any], x: object) -> Any:
+    """Map over x, with separate functions for its arrays and for its `Unchanged` nodes."""
+
+    def one(node: Any) -> Any:
+        return on_unchanged(node) if isinstance(node, Unchanged) else on_array(node)
+
+    return jax.tree.map(one, x, is_leaf=lambda node: isinstance(node, Unchanged))
+
+
+def reads(function: Callable[..., Any], rest: optax.Params, *args: object) -> tuple[list[int], Any]:
+    """Return the positions of the leaves of `rest` that `function(rest, *args)` uses, and shapes.
+
+    The shapes are those of its result.
+    """
+    # a new function: JAX would return the jaxpr of a function that it has traced before
+    closed, shapes = jax.make_jaxpr(lambda *given: function(*given), return_shape=True)(rest, *args)
+    used = _read(closed.jaxpr)[: len(jax.tree.leaves(rest))]
+    return [at for at, flag in enumerate(used) if flag], shapes
+
+
+def _read(jaxpr: Jaxpr) -> list[bool]:
+    """Return whether each input of a jaxpr is (or may be) used, looking into called jaxprs."""
+    used = {id(var) for var in jaxpr.outvars}
+    for eqn in jaxpr.eqns:
+        inner = eqn.params.get("jaxpr")
+        inner = getattr(inner, "jaxpr", inner)
+        flags = [True] * len(eqn.invars)
+        if inner is not None and len(inner.invars) == len(eqn.invars):
+            flags = _read(inner)
+        used |= {id(var) for var, flag in zip(eqn.invars, flags, strict=True) if flag}
+    return [id(var) in used for var in jaxpr.invars]
+
+
+def _is_float(x: ArrayLike) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def floats(tree: object) -> list[Any]:
+    """Return the leaves of inexact dtype, which have gradients."""
+    return [x for x in jax.tree.leaves(tree) if _is_float(x)]
+
+
+def with_floats(tree: object, values: Sequence[jax.Array]) -> Any:
+    """Return the tree with its `floats` replaced."""
+    new = iter(values)
+    return jax.tree.map(lambda x: next(new) if _is_float(x) else x, tree)

@@ -1,0 +1,170 @@
+"""Derive the shardings of an optimizer state from the shardings of the parameters."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optax_lowmem._src.arrays import array_metadata, trees
+from optax_lowmem._src.arrays.sharding import Placement, mesh_of, placement, sharding_leaves
+from optax_lowmem._src.arrays.typing import Shaped
+from optax_lowmem._src.optim import context
+
+Rules = Sequence[tuple[str, str | tuple[str, ...] | None]]  # logical name, mesh axes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parameter:
+    """Shape and sharding of a parameter, and the group sizes of its compressed slots."""
+
+    shape: tuple[int, ...]
+    placement: Placement
+    group_sizes: frozenset[int]
+
+    def sharding_of(self, shape: tuple[int, ...], zero_axis: str | None) -> NamedSharding:
+        """Return the sharding of a state array of this shape that belongs to the parameter."""
+        place = self.placement if zero_axis is None else self._with_zero(zero_axis)
+        return place.of_state(self.shape, shape, self.group_sizes)
+
+    def _with_zero(self, zero_axis: str) -> Placement:
+        """Add `zero_axis` to the first dimension where it divides both codes and scales."""
+        axes = self.placement.axes
+        if any(zero_axis in own for own in axes):
+            return self.placement
+        last = len(self.shape) - 1
+        for d, own in enumerate(axes):
+            more = (*axes[:d], (*own, zero_axis), *axes[d + 1 :])
+            place = dataclasses.replace(self.placement, axes=more)
+            whole = d < last or not place.cuts_some(self.shape, self.group_sizes)
+            if self.shape[d] % place.parts(d) == 0 and whole:
+                return place
+        return self.placement
+
+
+def state_shardings(
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    param_shardings: object = None,
+    *,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+    zero_axis: str | None = None,
+    memory_kind: str | None = None,
+) -> Any:
+    """Return a sharding for every array of `tx.init(params)`.
+
+    Codes, corrections and all other arrays with their parameter's shape use its sharding. So do
+    scales and block-wise second moments, except that they are not sharded along an axis where a
+    shard boundary would cut through a group or a head. All other arrays are replicated.
+
+    Linen's `nn.get_partition_spec` of a whole `TrainState` works too, but does not know the mesh:
+    there scales (0.19 bytes per parameter) are not sharded along the last axis, unless their number
+    of groups is a multiple of 64 (2048 columns in groups of 32), which mesh axes of up to 64
+    devices divide.
+
+    Args:
+      tx: any optax transformation, wrapped or not.
+      params: the parameters or their `jax.eval_shape`, optionally with Linen's metadata
+        (`Partitioned`).
+      param_shardings: a tree like `params` of `NamedSharding` or `PartitionSpec` (None:
+        replicated). By default the shardings of the arrays in `params`, or the axis names in their
+        metadata.
+      mesh: mesh of partition specs and axis names; by default that of `jax.set_mesh`.
+      rules: (logical name, mesh axis or None) pairs, for metadata with logical names.
+      zero_axis: a mesh axis over which the state is sharded although the parameters are not
+        (ZeRO-1), along the first dimension that it divides.
+      memory_kind: memory kind of the state's shardings, such as `pinned_host`; by default the
+        device's.
+
+    Returns:
+      A tree of `NamedSharding` like `tx.init(params)`, without metadata; for `out_shardings` of
+      `jax.jit(tx.init)`, `jax.device_put`, or an abstract target of a checkpoint.
+
+    Raises:
+      ValueError: for an axis that is not in the mesh, is used twice, or does not divide its
+        dimension; for a parameter of unknown sharding.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> specs = {"w": jax.sharding.PartitionSpec("data")}
+      >>> params = {"w": jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)}
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> shardings = lowmem.sharding.state_shardings(tx, params, specs, mesh=mesh)
+      >>> print(shardings.mu_scale["w"].spec)
+      P('data', None)
+    """
+    boxed, params = params, array_metadata.unboxed(params)
+    placed = _placed(boxed, params, param_shardings, mesh, rules)
+    the_mesh = mesh_of(placed, mesh)
+    if zero_axis is not None and zero_axis not in the_mesh.shape:
+        raise ValueError(f"zero_axis={zero_axis!r}: the mesh has the axes {tuple(the_mesh.shape)}.")
+    state, decisions = context.dry_run(tx, params)
+    sizes: dict[str, set[int]] = {}
+    for decision in decisions:
+        if decision.group_size is not None:
+            sizes.setdefault(decision.path, set()).add(decision.group_size)
+    known = {}
+    for (path, leaf), sharding in zip(_leaves(params), placed, strict=True):
+        name, shape = trees.path_name(path), tuple(leaf.shape)
+        shardings = placement(name, shape, sharding, the_mesh)
+        known[path] = _Parameter(shape, shardings, frozenset(sizes.get(name, ())))
+
+    def of_leaf(path: tuple[object, ...], leaf: Shaped) -> NamedSharding:
+        param = _owner(path, known)
+        whole = NamedSharding(the_mesh, PartitionSpec())
+        result = whole if param is None else param.sharding_of(tuple(leaf.shape), zero_axis)
+        return NamedSharding(the_mesh, result.spec, memory_kind=memory_kind)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, state)
+
+
+def _leaves(params: optax.Params) -> list[tuple[tuple[Any, ...], Any]]:
+    return jax.tree_util.tree_leaves_with_path(params)
+
+
+def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], _Parameter]) -> Any:
+    """Return the parameter whose path is the longest suffix of a state array's path, or None."""
+    for start in range(len(path)):
+        if path[start:] in known:
+            return known[path[start:]]
+    return known.get(())  # the parameters are a single array
+
+
+def _placed(
+    boxed: optax.Params, params: optax.Params, given: object, mesh: Mesh | None, rules: Rules | None
+) -> list[Any]:
+    """Return a NamedSharding, PartitionSpec or None (replicated) for each parameter."""
+    if given is not None:
+        return sharding_leaves(params, given)
+    rows = zip(jax.tree.leaves(boxed, is_leaf=array_metadata.is_box), _leaves(params), strict=True)
+    return [
+        _declared_sharding(trees.path_name(path), box, leaf, mesh, rules)
+        for box, (path, leaf) in rows
+    ]
+
+
+def _declared_sharding(
+    path: str, box: Any, leaf: Shaped, mesh: Mesh | None, rules: Rules | None
+) -> Any:
+    """Return the sharding or partition spec that a parameter carries, None for replicated."""
+    if array_metadata.is_box(box):
+        spec = box.get_partition_spec()
+        if rules is None:
+            return spec
+        from flax import linen
+
+        return linen.logical_to_mesh_axes(tuple(spec), rules)
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return sharding
+    some_mesh = mesh is not None or not jax.sharding.get_abstract_mesh().empty
+    if some_mesh or isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return None
+    raise ValueError(
+        f"the sharding of parameter '{path}' is not known: pass param_shardings, a tree of "
+        "NamedSharding or PartitionSpec, or parameters that are already on the mesh."
+    )
