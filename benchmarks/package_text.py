@@ -38,12 +38,7 @@ END = "<|endoftext|>"
 def download(folder: Path) -> list[Path]:
     """Return the wheels, in the order of package_text.txt."""
     words = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes"]
-    for platform in (
-        "any",
-        "manylinux_2_28_x86_64",
-        "manylinux_2_17_x86_64",
-        "manylinux2014_x86_64",
-    ):
+    for platform in "any manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64".split():
         words += ["--platform", platform]
     words += ["--python-version", "3.12", "--dest", str(folder), "--requirement", str(WHEELS)]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True)
