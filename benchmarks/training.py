@@ -22,7 +22,7 @@ from _gpt.train import F32, LOWMEM, optimizer_step
 from _llama.config import Shape
 
 import optax_lowmem as lowmem
-from benchmarks import curves
+from benchmarks import curves, package_text
 
 SAVE_SECONDS = 120  # between two saves of an unfinished run
 UNITS = {"byte": "byte", "bpe": "token"}
@@ -92,9 +92,12 @@ class Text:
 
 
 def load_text(settings: Any, cache: Path) -> Text:
-    corpus = data.load_corpus(text=settings.text)
-    trained = settings.tokenizer == "bpe"
-    found = data.bpe_tokens(corpus, settings.vocab, cache) if trained else data.byte_tokens(corpus)
+    if settings.text == package_text.NAME:
+        found = package_text.load(cache)
+    else:
+        corpus = data.load_corpus(text=settings.text)
+        bpe = functools.partial(data.bpe_tokens, vocab=settings.vocab, cache=cache)
+        found = (bpe if settings.tokenizer == "bpe" else data.byte_tokens)(corpus)
     size = settings.batch, settings.context
     held_out = np.stack(data.held_out_batches(found.held_out, *size, settings.held_out_batches))
     batches = (data.sample_batch(found.train, *size, 0, step)[:, :-1] for step in range(50))

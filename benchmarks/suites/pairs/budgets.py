@@ -32,6 +32,7 @@ MINI = (
 FOUR_BITS = Margin(0.15)  # of the loss
 LARGER = f"llama-134m/{RULE}"
 LARGER_MARGIN = Margin(0.3)
+LONG_RUN = f"gpt2-124m-long/{RULE}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,19 @@ def larger(rows: Rows) -> Table:
     return ["state", "run", "we measured", "the same means", ""], body, used
 
 
+def long_run(rows: Rows) -> Table:
+    head = ["run", "we measured", "tokens/s of each", "the same means", ""]
+    try:
+        found = Trained(LONG_RUN, BASE, "flash_adamw", bench="pairs")(rows)
+    except Missing:
+        return head, [], []
+    speeds = [last(rows, bench="pairs", case=LONG_RUN, impl=row["impl"], metric="tokens_per_s")
+              for row in found.rows]  # fmt: skip
+    shown = " → ".join(f"{row['value']:,.0f}" for row in speeds if row)
+    body = [[found.scale, found.measured, shown, str(MARGIN), found.verdict]]
+    return head, body, found.rows
+
+
 def adam_mini(rows: Rows) -> Table:
     body, used = [], []
     for base, name in MINI:
@@ -132,4 +146,5 @@ TABLES = {
     "adam_mini_losses": Rendered(adam_mini, "pairs --preset gpt-42m"),
     "budget_losses": Rendered(table, "pairs --preset gpt-42m"),
     "budget_losses_larger": Rendered(larger, "pairs --preset llama-134m"),
+    "long_run": Rendered(long_run, "pairs --preset gpt2-124m-long"),
 }

@@ -19,6 +19,7 @@ from benchmarks.suites.pairs.differences import Differences, differences
 from benchmarks.suites.pairs.presets import PRESETS, VARIANTS, case_of, stem_of
 
 LONG = {rule: RESULTS / f"pairs-gpt2-124m-{rule}.npz" for rule in ("adam", "lion")}
+LONGEST = RESULTS / "pairs-gpt2-124m-long-adam.npz"
 MIDDLE = {rule: RESULTS / f"pairs-gpt-42m-{rule}.npz" for rule in ("adam", "lion")}
 SHORT = RESULTS / "pairs-gpt2-124m-200-adam.npz"
 SMALL = RESULTS / "pairs-smoke-gpt2-400-adam.npz"
@@ -59,11 +60,13 @@ def over(axes: Any, path: Path, lines: Mapping[str, Line]) -> dict[str, Differen
     return found
 
 
-def gpt2() -> Any:
+def one_seed(paths: Mapping[str, Path]) -> tuple[Any, str]:
+    """Draw held-out losses of one seed and their differences; return what the ends say."""
     figure, (losses, more) = plt.subplots(1, 2, figsize=(8.4, 3))
-    found = {}
-    for rule, (base, ours, color) in PAIRS.items():
-        stored = curves.load(LONG[rule])
+    ends = {}
+    for rule, path in paths.items():
+        base, ours, color = PAIRS[rule]
+        stored = curves.load(path)
         plain, own = (stored.runs[f"{name} seed 0"] for name in (base, ours))
         steps = plain["val_step"]
         kept = steps >= FROM
@@ -72,19 +75,31 @@ def gpt2() -> Any:
         apart = differences(stored, base, ours)
         late = apart.steps >= FROM
         more.plot(apart.steps[late], apart.mean[late], color=color, label=f"{ours} over {base}")
-        found[ours] = apart.mean[-1]
+        ends[base, ours] = apart.mean[-1]
     band(more, steps[kept], -MARGIN.size, MARGIN.size, GREY)
     more.axhline(0, color=GREY, lw=1)
     losses.set(xlabel="step", title="held-out loss, nats per token")
     more.set(xlabel="step", title=f"difference, %; shaded: ± {MARGIN.size:g} %")
     for axes in (losses, more):
         name_lines(axes)
-    said = ", ".join(
+    assert np.isfinite(list(ends.values())).all()
+    return figure, ", ".join(
         f"{ours} {abs(end):.1f} % {'above' if end > 0 else 'below'} {base}"
-        for (base, ours, _), end in zip(PAIRS.values(), found.values(), strict=True)
+        for (base, ours), end in ends.items()
     )
-    assert np.isfinite(list(found.values())).all()
-    headline(figure, f"GPT-2 124M, one seed: {said}")
+
+
+def gpt2() -> Any:
+    figure, ends = one_seed(LONG)
+    headline(figure, f"GPT-2 124M, one seed: {ends}")
+    return figure
+
+
+def half_a_billion() -> Any:
+    figure, ends = one_seed({"adam": LONGEST})
+    about = curves.load(LONGEST).about
+    tokens = about["steps"] * about["batch"] * about["context"]
+    headline(figure, f"GPT-2 124M, {tokens / 1e6:.0f}M tokens, one seed: {ends}")
     return figure
 
 
@@ -206,6 +221,7 @@ def steps_of_muon() -> Any:
 FIGURES = {
     "muon_steps": steps_of_muon,
     "gpt2_pairs": gpt2,
+    "gpt2_long": half_a_billion,
     "gpt2_control": control,
     "gpt_42m_pairs": middle,
     "bytes_and_losses": bytes_and_losses,
