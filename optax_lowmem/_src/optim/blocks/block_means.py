@@ -277,7 +277,7 @@ def _batches(pairs: Sequence[tuple[Block, jax.Array]], indices: Sequence[int]) -
 def _by_kernel(
     pairs: Sequence[tuple[Block, jax.Array]], scale: jax.Array | None, automatic: bool, backend: str
 ) -> list[jax.Array]:
-    from optax_lowmem._src.optim.blocks import block_means_triton
+    from optax_lowmem._src.optim.blocks import block_means_kernel
 
     factor = jnp.ones((), jnp.float32) if scale is None else scale
     gradients = [g for _, g in pairs]
@@ -286,7 +286,7 @@ def _by_kernel(
     def by_kernel(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         shape = gradients[0].shape
         launches = passes(block, shape)
-        means = block_means_triton.means(launches, gradients, factor, backend=backend)
+        means = block_means_kernel.means(launches, gradients, factor, backend=backend)
         return [mean.reshape(block.mean_shape(shape)) for mean in means]
 
     def plain(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
@@ -334,12 +334,12 @@ def _has_factors_kernel(block: Block, shape: tuple[int, ...]) -> bool:
 def _factors_by_kernel(
     block: Factors, shape: tuple[int, ...], values: Sequence[jax.Array], implementation: str | None
 ) -> list[tuple[jax.Array, ...]]:
-    from optax_lowmem._src.optim.blocks import block_means_triton
+    from optax_lowmem._src.optim.blocks import block_means_kernel
 
     backend = _backend_of(implementation) or platform.backend()
 
     def by_kernel(values: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
-        return block_means_triton.factors(block, shape, values, backend)
+        return block_means_kernel.factors(block, shape, values, backend)
 
     def plain(values: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
         return [block.operands(v, shape) for v in values]
