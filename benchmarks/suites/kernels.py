@@ -20,16 +20,16 @@ from benchmarks.peers import device_loop, in_jax
 from benchmarks.render import Rendered, Table
 from optax_lowmem import codecs
 from optax_lowmem._src.arrays.block import Factors
-from optax_lowmem._src.kernels import group_codec, group_codec_triton
+from optax_lowmem._src.kernels import group_codec, group_codec_kernel
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
-from optax_lowmem._src.layers.fp8_flow import kernels_triton as fp8
+from optax_lowmem._src.layers.fp8_flow import fp8_kernel as fp8
 from optax_lowmem._src.layers.noise import kernels as noise
-from optax_lowmem._src.layers.noise import kernels_triton as noise_triton
+from optax_lowmem._src.layers.noise import noise_kernel
 from optax_lowmem._src.layers.noise.distributions import NOISES
 from optax_lowmem._src.layers.noise.formats import FORMATS
 from optax_lowmem._src.layers.quantized_matmul import E4M3, INT8
-from optax_lowmem._src.layers.quantized_matmul import triton as matmul
-from optax_lowmem._src.optim.blocks import block_means, block_means_triton
+from optax_lowmem._src.layers.quantized_matmul import quantize_kernel as matmul
+from optax_lowmem._src.optim.blocks import block_means, block_means_kernel
 from optax_lowmem.blocks import Block
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -53,7 +53,7 @@ def drawn(rows: int, columns: int, dtype: jnp.dtype = BF16, seed: int = 0) -> ja
 
 def of_codec(shape: tuple[int, int], how: tuple[str, bool]) -> Made:
     name, decodes = how
-    codec, key, kernel = codecs.CODECS[name], jnp.uint32(1), group_codec_triton
+    codec, key, kernel = codecs.CODECS[name], jnp.uint32(1), group_codec_kernel
     x = drawn(*shape, F32)
     x = x if codec.signed else jnp.abs(x)
     if not decodes:
@@ -67,11 +67,11 @@ def of_noise(shape: tuple[int, int], name: str) -> Made:
     if name == "sample":
         how = (own, FORMATS["bfloat16"], BF16)
         given = drawn(*shape, F32), jnp.full(noise.block_shape(shape), 2.0**-5, F32), key
-        return (lambda w, *more, **to: noise_triton.sample(w, None, *more, *how, **to)), given
+        return (lambda w, *more, **to: noise_kernel.sample(w, None, *more, *how, **to)), given
     kernel = {
-        "sums": lambda g, key, **how: noise_triton.noise_sums(g, key, own, **how),
-        "alone": lambda _, key, **how: noise_triton.noise_of(key, shape, own, BF16, **how),
-        "packed": lambda _, key, **how: noise_triton.packed_noise(key, shape, **how),
+        "sums": lambda g, key, **how: noise_kernel.noise_sums(g, key, own, **how),
+        "alone": lambda _, key, **how: noise_kernel.noise_of(key, shape, own, BF16, **how),
+        "packed": lambda _, key, **how: noise_kernel.packed_noise(key, shape, **how),
     }[name]
     return kernel, (drawn(*shape) if name == "sums" else (), key)
 
@@ -98,7 +98,7 @@ def of_codes(shape: tuple[int, int], name: str) -> Made:
 
 def of_means(shape: tuple[int, int], block: Block) -> Made:
     passes, top = block_means.passes(block, shape), jnp.float32(1)
-    kernel = block_means_triton.means
+    kernel = block_means_kernel.means
     given = tuple(drawn(*shape, seed=i) for i in range(8))
     return (lambda *g, **how: kernel(passes, g, top, **how)), given
 

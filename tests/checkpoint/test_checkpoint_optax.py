@@ -334,6 +334,14 @@ def test_the_state_of_something_else_is_refused(kind):
         checkpoint.from_optax(tx, old, params)
 
 
+def test_a_plain_mask_with_more_parameters_is_refused():
+    tx, plain_mask = optax.masked(lowmem.flash_adamw(1e-3), MASK), {**MASK, "norm": True}
+    weights, state = lowmem.init(tx, cases.masters(), allow_rounding=True)
+    message = r"state.inner_state.mu: mu does not have the leaves .* extra \['norm'\]"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.to_optax(tx, state, weights, plain=optax.masked(optax.adamw(1e-3), plain_mask))
+
+
 @pytest.mark.parametrize("name", ["flash_adamw", "compress_state"])
 def test_moments_are_rounded_with_the_bits_of_their_step(name):
     plain, policy = optax.adamw(1e-3), lowmem.Policy(min_size=0)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.arrays.groups import Tile, Tiling
-from optax_lowmem._src.kernels import gpu_pallas, group_codec, group_codec_triton, platform, tiles
+from optax_lowmem._src.kernels import gpu_pallas, group_codec, group_codec_kernel, platform, tiles
 from tests import launch_cases
 from tests import tolerances as tol
 from tests.launch_cases import units
@@ -90,12 +90,12 @@ def by_kernel(codec, arrays, cases, key, tile=SMALL, backend="interpret"):
     def run(arrays):
         how = dict(tile=tile, backend=backend)
         stored = [
-            group_codec_triton.encode(codec, x, size, key, "mu", **how)
+            group_codec_kernel.encode(codec, x, size, key, "mu", **how)
             for x, (_, size, _) in zip(arrays, cases, strict=True)
         ]
         rows = zip(stored, cases, arrays, strict=True)
         return [
-            (*s, group_codec_triton.decode(codec, *s, n, x.shape[-1], **how))
+            (*s, group_codec_kernel.decode(codec, *s, n, x.shape[-1], **how))
             for s, (_, n, _), x in rows
         ]
 
@@ -229,11 +229,11 @@ def test_vmap(name, backend):
 
     interpreted = (
         functools.partial(f, tile=SMALL, backend=backend)
-        for f in (group_codec_triton.encode, group_codec_triton.decode)
+        for f in (group_codec_kernel.encode, group_codec_kernel.decode)
     )
     wanted = both(group_codec.encode_plain, codecs.decode_array)(x, keys)
     assert_same(both(*interpreted)(x, keys), wanted, case, codec)
-    text = lower_for_cuda(both(group_codec_triton.encode, group_codec_triton.decode), x, keys)
+    text = lower_for_cuda(both(group_codec_kernel.encode, group_codec_kernel.decode), x, keys)
     assert kernels_in(text) == ["group_encode", "group_decode"]
 
 

@@ -10,21 +10,20 @@ import pytest
 
 from optax_lowmem import codecs, gaussws
 from optax_lowmem._src.arrays.block import Factors
-from optax_lowmem._src.kernels import group_codec, group_codec_triton, jax_triton_call, platform
+from optax_lowmem._src.kernels import group_codec, group_codec_kernel, jax_triton_call, platform
 from optax_lowmem._src.layers import quantized_matmul as matmul
+from optax_lowmem._src.layers.fp8_flow import fp8_kernel
 from optax_lowmem._src.layers.fp8_flow import gate as fp8_gate
 from optax_lowmem._src.layers.fp8_flow import kernels as fp8
-from optax_lowmem._src.layers.fp8_flow import kernels_triton as fp8_kernels
 from optax_lowmem._src.layers.fp8_flow import norm as fp8_norm
 from optax_lowmem._src.layers.fp8_flow.storage import ArrayFunction, Recipe
 from optax_lowmem._src.layers.noise import kernels as noise
-from optax_lowmem._src.layers.noise import kernels_triton as noise_kernels
+from optax_lowmem._src.layers.noise import noise_kernel
 from optax_lowmem._src.layers.noise.distributions import NOISES
 from optax_lowmem._src.layers.noise.formats import FORMATS
 from optax_lowmem._src.layers.quantized_matmul import FORMATS as CODES
-from optax_lowmem._src.layers.quantized_matmul import dispatch
-from optax_lowmem._src.layers.quantized_matmul import triton as quantized_matmul_triton
-from optax_lowmem._src.optim.blocks import block_means, block_means_triton
+from optax_lowmem._src.layers.quantized_matmul import dispatch, quantize_kernel
+from optax_lowmem._src.optim.blocks import block_means, block_means_kernel
 from optax_lowmem.blocks import Block
 from tests.tiers import rows
 
@@ -40,8 +39,8 @@ def codec(name, shape, size, dtype, stochastic=True):
     def both(x, key):
         own, kind = codecs.CODECS[name], {"backend": "triton"}
         key = key if stochastic else None
-        stored = group_codec_triton.encode(own, x, size, key, "mu", **kind)
-        return group_codec_triton.decode(own, *stored, size, shape[-1], **kind)
+        stored = group_codec_kernel.encode(own, x, size, key, "mu", **kind)
+        return group_codec_kernel.decode(own, *stored, size, shape[-1], **kind)
 
     return both, array(*shape, dtype=dtype), KEY
 
@@ -55,7 +54,7 @@ def sampled(name, to, split, shape):
 
     def run(w, correction, factor, key):
         args = (NOISES[name], FORMATS[to], dtype)
-        return noise_kernels.sample(w, correction, factor, key, *args, backend="triton")
+        return noise_kernel.sample(w, correction, factor, key, *args, backend="triton")
 
     return run, w, correction, array(*noise.block_shape(shape)), KEY
 
@@ -64,9 +63,9 @@ def drawn(name, shape):
     def run(g, key):
         own = NOISES[name]
         return (
-            noise_kernels.noise_sums(g, key, own, backend="triton"),
-            noise_kernels.noise_of(key, shape, own, BF16, backend="triton"),
-            noise_kernels.packed_noise(key, shape, backend="triton"),
+            noise_kernel.noise_sums(g, key, own, backend="triton"),
+            noise_kernel.noise_of(key, shape, own, BF16, backend="triton"),
+            noise_kernel.packed_noise(key, shape, backend="triton"),
         )
 
     return run, array(*shape, dtype=BF16), KEY
@@ -74,25 +73,23 @@ def drawn(name, shape):
 
 def normed(exact, shape, dtype):
     static = dict(eps=1e-6, group_size=16, exact=exact, backend="triton")
-    run = functools.partial(fp8_kernels.store_normed, **static)
+    run = functools.partial(fp8_kernel.store_normed, **static)
     return run, array(*shape, dtype=dtype), array(shape[-1], dtype=BF16)
 
 
 def gated(activation, inputs, shape):
     static = dict(activation=activation, group_size=16, exact=inputs == 1, backend="triton")
-    run = functools.partial(fp8_kernels.store_gated, **static)
+    run = functools.partial(fp8_kernel.store_gated, **static)
     return run, (array(*shape, dtype=BF16),) * inputs
 
 
 def quantized(to, dtype):
     def run(x, absmax):
         how = (CODES[to],)
-        codes = quantized_matmul_triton.quantize_rows(x, *how, backend="triton")
-        both = fp8_kernels.quantize_both(x, absmax, *how, backend="triton")
-        turned = quantized_matmul_triton.quantize_transposed(
-            x, absmax, *how, clip=True, backend="triton"
-        )
-        return codes, both, turned, fp8_kernels.transpose(codes.codes, backend="triton")
+        codes = quantize_kernel.quantize_rows(x, *how, backend="triton")
+        both = fp8_kernel.quantize_both(x, absmax, *how, backend="triton")
+        turned = quantize_kernel.quantize_transposed(x, absmax, *how, clip=True, backend="triton")
+        return codes, both, turned, fp8_kernel.transpose(codes.codes, backend="triton")
 
     return run, array(130, 200, dtype=dtype), array()
 
@@ -106,10 +103,10 @@ def of_function(dtype):
     def run(x, scale, inverse, absmax):
         how = (absmax, CODES["e4m3"], "triton")
         return (
-            fp8_kernels.quantize_both(x, *how, normed, (scale[None], inverse)),
-            fp8_kernels.quantize_both(x, *how, gated, (x,)),
-            fp8_kernels.store_normed(x, scale, 1e-6, **static),
-            fp8_kernels.store_gated((x, x), "silu", **static),
+            fp8_kernel.quantize_both(x, *how, normed, (scale[None], inverse)),
+            fp8_kernel.quantize_both(x, *how, gated, (x,)),
+            fp8_kernel.store_normed(x, scale, 1e-6, **static),
+            fp8_kernel.store_gated((x, x), "silu", **static),
         )
 
     return run, array(130, 200, dtype=dtype), array(200), array(130, 1), array()
@@ -118,7 +115,7 @@ def of_function(dtype):
 def means(shape, block, count):
     def run(*gradients):
         own = block_means.passes(block, shape)
-        return block_means_triton.means(own, gradients, jnp.float32(0.5), backend="triton")
+        return block_means_kernel.means(own, gradients, jnp.float32(0.5), backend="triton")
 
     return run, *[array(*shape, dtype=BF16)] * count
 
@@ -127,7 +124,7 @@ def taken_apart(shape, axes):
     block = Factors(axes)
 
     def run(*values):
-        return block_means_triton.factors(block, shape, values, backend="triton")
+        return block_means_kernel.factors(block, shape, values, backend="triton")
 
     return run, *[array(*block.mean_shape(shape))] * 2
 

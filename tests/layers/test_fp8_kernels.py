@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_lowmem._src.arrays.groups import Tile
 from optax_lowmem._src.layers import quantized_matmul as matmul
-from optax_lowmem._src.layers.fp8_flow import gate, kernels, kernels_triton, norm
+from optax_lowmem._src.layers.fp8_flow import fp8_kernel, gate, kernels, norm
 from optax_lowmem._src.layers.fp8_flow.storage import ArrayFunction, Recipe
 from optax_lowmem._src.layers.quantized_matmul import E4M3, E5M2, Quantized
 from optax_lowmem.layers import fp8_flow
@@ -49,7 +49,7 @@ def same_codes(found, want):
 def compare_normed(shape, dtype, size, exact, backend):
     x, scale = drawn(shape, dtype), 1 + drawn((2, shape[1]), jnp.float32, 1)[1] / 8
     static = dict(eps=EPS, group_size=size, exact=exact)
-    stored, inverse, largest = kernels_triton.store_normed(x, scale, backend=backend, **static)
+    stored, inverse, largest = fp8_kernel.store_normed(x, scale, backend=backend, **static)
     want = jitted(kernels.store_normed_plain, **static)(x, scale)
     same_codes(stored, want[0])
     lost = 2 * tol.of_row_sum(shape[1])
@@ -62,7 +62,7 @@ def compare_gated(shape, dtype, size, exact, activation, inputs, backend):
     given = tuple(drawn(shape, dtype, i) for i in range(inputs))
     static = dict(activation=activation, group_size=size, exact=exact)
     tile = Tile() if backend == "interpret" else Tile(elements=2048)
-    stored, largest = kernels_triton.store_gated(given, tile=tile, backend=backend, **static)
+    stored, largest = fp8_kernel.store_gated(given, tile=tile, backend=backend, **static)
     want, absmax = jitted(kernels.store_gated_plain, **static)(given)
     for mine, theirs in zip(stored, want, strict=True):
         same_codes(mine, theirs)
@@ -85,12 +85,12 @@ def test_is_the_reference(size, dtype, exact, backend):
 
 def test_numbers_that_are_none_show(backend):
     x = drawn((4, 64), jnp.float32).at[2, 20].set(jnp.nan).at[3, 60].set(jnp.inf)
-    stored, inverse, largest = kernels_triton.store_normed(x, jnp.ones(64), EPS, 16, True, backend)
+    stored, inverse, largest = fp8_kernel.store_normed(x, jnp.ones(64), EPS, 16, True, backend)
     back = np.asarray(kernels.restore(stored, 16))
     assert np.isnan(back[2, 16:32]).all() and np.isnan(back[3, 48:]).all()
     assert np.isnan(back).sum() == 32
     assert np.isfinite(largest[:2]).all() and np.isnan(largest[2:]).all()
-    _, largest = kernels_triton.store_gated((x, x), "silu", 16, True, Tile(), backend)
+    _, largest = fp8_kernel.store_gated((x, x), "silu", 16, True, Tile(), backend)
     assert np.isnan(largest).any()
 
 
@@ -100,9 +100,9 @@ TRANSPOSED = [(5, 40), (300, 70), (128, 64), (1, 1)]
 def compare_transposed(shape, dtype, to, backend):
     x = drawn((max(2, shape[0]), shape[1]), dtype)[: shape[0]]
     absmax = kernels.tensor_absmax(x, 16)
-    codes, transposed = kernels_triton.quantize_both(x, absmax, to, backend)
+    codes, transposed = fp8_kernel.quantize_both(x, absmax, to, backend)
     want = jitted(kernels.quantized, to=to)(x, absmax)
-    for found in (codes.codes, transposed.T, kernels_triton.transpose(want.codes, backend).T):
+    for found in (codes.codes, transposed.T, fp8_kernel.transpose(want.codes, backend).T):
         assert found.dtype == to.dtype
         np.testing.assert_array_equal(np.asarray(found).view(np.uint8), raw_of(want.codes))
     np.testing.assert_array_equal(codes.scales, want.scales)
@@ -126,7 +126,7 @@ def compare_of_function(shape, dtype, backend):
         given = [a.astype(jnp.float32) for a in (x, *beside)]
         y = jax.jit(function)(*given)
         absmax = kernels.tensor_absmax(y, 16)
-        found, transposed = kernels_triton.quantize_both(x, absmax, E4M3, backend, function, beside)
+        found, transposed = fp8_kernel.quantize_both(x, absmax, E4M3, backend, function, beside)
         want = raw_of(jitted(kernels.quantized)(y, absmax).codes)
         np.testing.assert_array_equal(raw_of(transposed.T), raw_of(found.codes))
         # codes by another sigmoid may be neighbours, whose bytes are too
@@ -144,12 +144,12 @@ def test_nothing_is_stored_for_no_backward_pass(backend):
     """The same maxima, and the same roots."""
     x, up = drawn((9, 100), jnp.bfloat16), drawn((9, 100), jnp.bfloat16, 1)
     static = dict(group_size=16, exact=True, backend=backend)
-    _, *want = kernels_triton.store_normed(x, jnp.ones(100), EPS, **static)
-    stored, *found = kernels_triton.store_normed(x, jnp.ones(100), EPS, keep=False, **static)
+    _, *want = fp8_kernel.store_normed(x, jnp.ones(100), EPS, **static)
+    stored, *found = fp8_kernel.store_normed(x, jnp.ones(100), EPS, keep=False, **static)
     assert stored is None
     jax.tree.map(np.testing.assert_array_equal, found, want)
-    _, want = kernels_triton.store_gated((x, up), "silu", **static)
-    stored, found = kernels_triton.store_gated((x, up), "silu", keep=False, **static)
+    _, want = fp8_kernel.store_gated((x, up), "silu", **static)
+    stored, found = fp8_kernel.store_gated((x, up), "silu", keep=False, **static)
     assert stored == ()
     np.testing.assert_array_equal(found, want)
 
@@ -234,9 +234,9 @@ def test_a_weight_gradient_is_the_same_either_way(monkeypatch):
     of_g, want = jitted(kernels.multiply_over_tokens, to=E4M3, dtype=g.dtype)(
         codes, g, absmax=absmax
     )
-    same, transposed = kernels_triton.quantize_both(g, absmax, E4M3, "interpret")
+    same, transposed = fp8_kernel.quantize_both(g, absmax, E4M3, "interpret")
     np.testing.assert_array_equal(raw_of(same.codes), raw_of(of_g.codes))
-    rows = Quantized(kernels_triton.transpose(codes.codes, "interpret"), codes.scales)
+    rows = Quantized(fp8_kernel.transpose(codes.codes, "interpret"), codes.scales)
     found = matmul.multiply_plain(rows, Quantized(transposed, same.scales), 1, g.dtype)
     np.testing.assert_allclose(found, want, atol=96 * tol.U * np.abs(want).max())
 

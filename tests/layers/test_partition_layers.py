@@ -24,9 +24,9 @@ from optax_lowmem import gaussws, layers  # noqa: E402
 from optax_lowmem._src.kernels import along_axes, gpu_kernel, partitioned, platform  # noqa: E402
 from optax_lowmem._src.kernels.fallback import with_fallback  # noqa: E402
 from optax_lowmem._src.kernels.partitioned import Tiles  # noqa: E402
-from optax_lowmem._src.layers.fp8_flow import kernels, kernels_triton  # noqa: E402
+from optax_lowmem._src.layers.fp8_flow import fp8_kernel, kernels  # noqa: E402
 from optax_lowmem._src.layers.noise import kernels as noise  # noqa: E402
-from optax_lowmem._src.layers.noise import kernels_triton as noise_triton  # noqa: E402
+from optax_lowmem._src.layers.noise import noise_kernel  # noqa: E402
 from optax_lowmem._src.layers.quantized_matmul import dispatch, mosaic, plain, triton  # noqa: E402
 from optax_lowmem._src.layers.quantized_matmul.plain import Quantized  # noqa: E402
 from optax_lowmem.layers import fp8_flow  # noqa: E402
@@ -61,7 +61,7 @@ def quantize_transposed(w, absmax, to, clip, backend):
 
 
 TWINS = {
-    kernels_triton: {
+    fp8_kernel: {
         "store_normed": store_normed,
         "store_gated": store_gated,
         "quantize_both": quantize_both,
@@ -72,7 +72,7 @@ TWINS = {
         "quantize_transposed": quantize_transposed,
     },
     mosaic: {"multiply": lambda a, b, dtype: plain.multiply_plain(a, b, 1, dtype)},
-    noise_triton: {
+    noise_kernel: {
         name: functools.partial(
             lambda function, *args, backend, **how: function(*args, **how),
             getattr(noise, f"{name}_plain"),

@@ -9,8 +9,7 @@ import pytest
 
 from optax_lowmem._src.layers import quantized_matmul
 from optax_lowmem._src.layers import quantized_matmul as kernels
-from optax_lowmem._src.layers.quantized_matmul import FORMATS, INT8
-from optax_lowmem._src.layers.quantized_matmul import triton as quantized_matmul_triton
+from optax_lowmem._src.layers.quantized_matmul import FORMATS, INT8, quantize_kernel
 from tests import tolerances
 from tests.compilation import FULL_COMPILE
 from tests.lowering import kernels_in, lower_for_cuda
@@ -56,7 +55,7 @@ def compiled(function, *static, **options):
 
 def compare_rows(shape, dtype, to, backend):
     x = drawn(shape, dtype)
-    found = compiled(quantized_matmul_triton.quantize_rows, to, backend)(x)
+    found = compiled(quantize_kernel.quantize_rows, to, backend)(x)
     wanted = compiled(of_rows, 1, to)(x)
     same_codes(found.codes, wanted.codes, backend)
     np.testing.assert_array_equal(found.scales, wanted.scales)
@@ -65,12 +64,12 @@ def compare_rows(shape, dtype, to, backend):
 def compare_transposed(shape, dtype, to, backend):
     x = drawn(shape, dtype)
     absmax, wanted = quantized_matmul.absmax_of(x, None), compiled(of_rows, None, to)(x)
-    found = compiled(quantized_matmul_triton.quantize_transposed, to, backend=backend)(x, absmax)
+    found = compiled(quantize_kernel.quantize_transposed, to, backend=backend)(x, absmax)
     same_codes(found.codes.T, wanted.codes, backend)
     np.testing.assert_array_equal(found.scales, wanted.scales)
     # with a maximum that was found when the largest was half as large
     wanted = compiled(quantized_matmul.codes_of, to, True)(x, absmax / 2)
-    found = compiled(quantized_matmul_triton.quantize_transposed, to, True, backend)(x, absmax / 2)
+    found = compiled(quantize_kernel.quantize_transposed, to, True, backend)(x, absmax / 2)
     same_codes(found.codes.T, wanted, backend)
     np.testing.assert_array_equal(found.scales, quantized_matmul.scales_of(absmax / 2, to))
     assert np.abs(np.asarray(wanted, np.float32)).max() == to.largest
@@ -100,7 +99,7 @@ def test_is_the_reference(name, dtype, backend):
 
 def test_rows_that_are_not_finite(backend):
     x = drawn((4, 40), jnp.float32).at[0, 3].set(jnp.nan).at[2, 1].set(-jnp.inf)
-    codes, scales = quantized_matmul_triton.quantize_rows(x, INT8, backend)
+    codes, scales = quantize_kernel.quantize_rows(x, INT8, backend)
     assert np.isnan(scales[0, 0]) and np.isinf(scales[2, 0])
     np.testing.assert_array_equal(codes[1::2], of_rows(x, 1, INT8).codes[1::2])
 

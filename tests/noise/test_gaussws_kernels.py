@@ -10,10 +10,10 @@ import pytest
 
 from optax_lowmem import codecs, gaussws
 from optax_lowmem._src.arrays import random
-from optax_lowmem._src.layers.noise import kernels, kernels_triton
+from optax_lowmem._src.layers.noise import kernels, noise_kernel
 from optax_lowmem._src.layers.noise.distributions import BOX_MULLER, DIFFQ, GAUSSWS, NOISES
 from optax_lowmem._src.layers.noise.formats import FORMATS
-from optax_lowmem._src.layers.noise.kernels_triton import Strip
+from optax_lowmem._src.layers.noise.noise_kernel import Strip
 from tests import tolerances as tol
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.tiers import rows, triton_often
@@ -44,9 +44,7 @@ def compare(shape, noise, format, weights, strip, backend):
         w, correction = codecs.SPLITS[weights].split(w, BF16)
     else:
         w = w.astype(weights)
-    found, scale = kernels_triton.sample(
-        w, correction, factor, KEY, noise, to, dtype, strip, backend
-    )
+    found, scale = noise_kernel.sample(w, correction, factor, KEY, noise, to, dtype, strip, backend)
     wanted, of_wanted = of_reference(w, correction, factor, KEY, noise, to, dtype)
     assert found.dtype == dtype and found.shape == shape
     np.testing.assert_array_equal(scale, of_wanted)
@@ -56,18 +54,18 @@ def compare(shape, noise, format, weights, strip, backend):
 
 
 def compare_noise(shape, noise, dtype, backend):
-    found = kernels_triton.noise_of(KEY, shape, noise, dtype, backend=backend)
+    found = noise_kernel.noise_of(KEY, shape, noise, dtype, backend=backend)
     wanted = kernels.noise_of_plain(KEY, shape, noise, dtype)
     assert found.dtype == dtype
     most = 1e-3 if noise is BOX_MULLER else 0
     assert share_that_differs(found, wanted) <= most
-    words = kernels_triton.packed_noise(KEY, shape, backend=backend)
+    words = noise_kernel.packed_noise(KEY, shape, backend=backend)
     np.testing.assert_array_equal(words, kernels.packed_noise_plain(KEY, shape))
 
 
 def compare_sums(shape, noise, dtype, backend):
     g = drawn(shape, 1)[0].astype(dtype)
-    found = kernels_triton.noise_sums(g, KEY, noise, backend=backend)
+    found = noise_kernel.noise_sums(g, KEY, noise, backend=backend)
     wanted = kernels.noise_sums_plain(g, KEY, noise)
     size = kernels.sums(jnp.abs(g.astype(F32)) * jnp.abs(
         kernels.noise_of_plain(KEY, shape, noise)))  # fmt: skip
@@ -96,7 +94,7 @@ def test_baselines(backend):
 
 def test_parts(backend):
     starts = (jnp.uint32(32 // 8), jnp.uint32(64))
-    found = kernels_triton.noise_of(
+    found = noise_kernel.noise_of(
         random.part_keys(KEY, *starts), (32, 64), GAUSSWS, BF16, Strip(columns=64), backend
     )
     whole = kernels.noise_of_plain(KEY, (64, 128), GAUSSWS, BF16)
@@ -106,7 +104,7 @@ def test_parts(backend):
 def test_what_is_not_finite_shows(backend):
     w, factor = drawn((64, 64))
     w = w.at[0, 0].set(jnp.nan)
-    found, scale = kernels_triton.sample(
+    found, scale = noise_kernel.sample(
         w, None, factor, KEY, GAUSSWS, FORMATS["bfloat16"], BF16, Strip(columns=64), backend
     )
     assert np.isnan(scale[0, 0]) and np.isnan(np.float32(found[:32, :32])).all()

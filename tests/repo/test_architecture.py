@@ -262,7 +262,7 @@ FORMULAS = {
 
 def carries_out(path: Path) -> bool:
     """Return whether a module runs formulas of others: arrays, the step, and kernels."""
-    kernel = path.stem.endswith(("triton", "mosaic", "_tpu"))
+    kernel = path.stem.endswith(("_kernel", "mosaic", "_tpu"))
     runs = {"arrays", "kernels", "optim", "optim/step"}
     return kernel or room_of(module_of(path)) in runs or path.stem == "block_means"
 

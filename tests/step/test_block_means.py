@@ -11,7 +11,7 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem._src.arrays.block import Factors
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.optim.blocks import block_means, block_means_triton
+from optax_lowmem._src.optim.blocks import block_means, block_means_kernel
 from optax_lowmem._src.optim.blocks.block_means import has_columns, passes
 from optax_lowmem.blocks import Block
 from tests.lowering import kernels_in, lower_for_cuda
@@ -62,7 +62,7 @@ def exact(block, g, scale):
 
 def by_kernel(block, g, scale=1.0, backend="interpret"):
     own = passes(block, g.shape)
-    (mean,) = block_means_triton.means(own, [g], jnp.float32(scale), backend)
+    (mean,) = block_means_kernel.means(own, [g], jnp.float32(scale), backend)
     return mean.reshape(block.mean_shape(g.shape))
 
 
@@ -94,9 +94,9 @@ def test_several_leaves_of_a_launch(case, backend):
     shape, block = case
     gradients = [drawn(shape, BF16, i) for i in range(3)]
     own = passes(block, shape)
-    together = block_means_triton.means(own, gradients, jnp.float32(1), backend)
+    together = block_means_kernel.means(own, gradients, jnp.float32(1), backend)
     for g, mean in zip(gradients, together, strict=True):
-        (alone,) = block_means_triton.means(own, [g], jnp.float32(1), backend)
+        (alone,) = block_means_kernel.means(own, [g], jnp.float32(1), backend)
         np.testing.assert_array_equal(mean, alone)
 
 
@@ -174,7 +174,7 @@ def test_factors_are_the_blocks_own(shape, axes, bad, backend):
     if bad is not None:
         values[1] = values[1].at[..., : shape[axes[0]]].set(bad)
     for v, found in zip(
-        values, block_means_triton.factors(block, shape, values, backend), strict=True
+        values, block_means_kernel.factors(block, shape, values, backend), strict=True
     ):
         for one, other in zip(found, block.operands(v, shape), strict=True):
             assert one.shape == other.shape
@@ -242,9 +242,9 @@ def test_launches_are_of_a_few_leaves(on_a_gpu):
 
 
 def test_where_the_kernel_runs_the_optimizer_agrees(on_a_gpu, monkeypatch):
-    means = block_means_triton.means
+    means = block_means_kernel.means
     interpreted = lambda *args, backend: means(*args, backend="interpret")  # noqa: E731
-    monkeypatch.setattr(block_means_triton, "means", interpreted)
+    monkeypatch.setattr(block_means_kernel, "means", interpreted)
     by_kernel = block_means._by_kernel
     always = lambda pairs, scale, _, how: by_kernel(pairs, scale, False, how)  # noqa: E731
     monkeypatch.setattr(block_means, "_by_kernel", always)

@@ -22,7 +22,7 @@ from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.block import Block
 from optax_lowmem._src.arrays.groups import Tile, Tiling
 from optax_lowmem._src.kernels import tiles
-from optax_lowmem._src.kernels.gpu_kernel import Run
+from optax_lowmem._src.kernels.gpu_kernel import Range
 from optax_lowmem._src.optim.optimizers.adam import AdamRule
 from optax_lowmem._src.optim.step import backend, reference, tuning
 from optax_lowmem._src.optim.step import gpu as gpu_step
@@ -645,7 +645,7 @@ def test_every_element_belongs_to_one_tile(tiling):
         inside = [np.asarray(part)[mask] for part in index]
         assert all((part < size).all() for part, size in zip(inside, shape, strict=True))
         found.append(np.ravel_multi_index(inside, shape))
-        at, kept = Run(place.first, tiling.rows), place.row_mask
+        at, kept = Range(place.first, tiling.rows), place.row_mask
         numbers = np.asarray(at.indices())
         scales.append(numbers if kept is None else numbers[np.asarray(kept)])
     np.testing.assert_array_equal(np.sort(np.concatenate(found)), range(math.prod(tiling.shape)))

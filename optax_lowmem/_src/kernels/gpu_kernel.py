@@ -19,7 +19,7 @@ from optax_lowmem._src.arrays.typing import T
 BACKENDS = ("pallas", "triton")  # first the one that needs only JAX
 
 
-class Run(NamedTuple):
+class Range(NamedTuple):
     """A range of indices along an axis of an array."""
 
     # the first index; or an array of them, which gives the result one more axis
@@ -37,13 +37,13 @@ class Run(NamedTuple):
         return starts + lax.broadcasted_iota(jnp.int32, shape, start.ndim)
 
 
-Index = jax.Array | int | Run
+Index = jax.Array | int | Range
 
 
 class Operand(abc.ABC):
     """An array in the GPU's memory.
 
-    It is indexed by `Run`s, each of which gives the result an axis, and integers; or by arrays of
+    It is indexed by `Range`s, each of which gives the result an axis, and integers; or by arrays of
     one shape.
     """
 

@@ -19,7 +19,7 @@ from optax_lowmem._src.kernels.gpu_kernel import (
     Index,
     Operand,
     Program,
-    Run,
+    Range,
     approximations,
     bisect,
 )
@@ -47,9 +47,9 @@ class Reference(Operand):
 
     def _at(self, index: tuple[Index, ...]) -> Any:
         at: list[Any] = list(index)
-        for axis, run in enumerate(index):
-            if isinstance(run, Run):
-                at[axis] = run.indices() if jnp.ndim(run.start) else pl.ds(run.start, run.size)
+        for axis, i in enumerate(index):
+            if isinstance(i, Range):
+                at[axis] = i.indices() if jnp.ndim(i.start) else pl.ds(i.start, i.size)
         return self.ref.at[tuple(at)]
 
     def load(

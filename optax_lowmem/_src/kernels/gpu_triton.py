@@ -18,7 +18,7 @@ from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.arrays.groups import result_like
 from optax_lowmem._src.arrays.typing import Shaped, T
 from optax_lowmem._src.kernels import jax_triton_call, jaxpr_to_triton, platform
-from optax_lowmem._src.kernels.gpu_kernel import Body, Index, Operand, Program, Run, bisect
+from optax_lowmem._src.kernels.gpu_kernel import Body, Index, Operand, Program, Range, bisect
 
 # ---- tracing -------------------------------------------------------------------------------------
 
@@ -42,13 +42,13 @@ class _Traced(Operand):
 
     def _offsets(self, index: tuple[Index, ...]) -> jax.Array:
         """Return the offset of each element in memory, int32."""
-        runs = {axis: i.indices() for axis, i in enumerate(index) if isinstance(i, Run)}
-        spans = [size for along in runs.values() for size in along.shape]
+        ranges = {axis: i.indices() for axis, i in enumerate(index) if isinstance(i, Range)}
+        spans = [size for along in ranges.values() for size in along.shape]
         stride, offsets, last = 1, jnp.int32(0), len(spans)
         for axis, size in reversed(list(enumerate(self.shape))):
-            if axis in runs:
-                dims = range(last - runs[axis].ndim, last)
-                term, last = lax.broadcast_in_dim(runs[axis], spans, dims), dims.start
+            if axis in ranges:
+                dims = range(last - ranges[axis].ndim, last)
+                term, last = lax.broadcast_in_dim(ranges[axis], spans, dims), dims.start
             else:
                 term = jnp.asarray(index[axis], jnp.int32)
             term = term * jnp.int32(stride) if stride > 1 else term
@@ -77,8 +77,8 @@ class _Traced(Operand):
 
 
 def _vector(index: tuple[Index, ...]) -> int | None:
-    """Return the vector of the last index, if it is a run."""
-    return index[-1].vector if isinstance(index[-1], Run) else None
+    """Return the vector of the last index, if it is a `Range`."""
+    return index[-1].vector if isinstance(index[-1], Range) else None
 
 
 class _TracedProgram(Program):

@@ -67,9 +67,9 @@ def _array_reason(
     if missing is not None:
         return missing
     if codec is not None and (backend or platform.backend()) == "triton":
-        from optax_lowmem._src.kernels import group_codec_triton
+        from optax_lowmem._src.kernels import group_codec_kernel
 
-        unknown = group_codec_triton.unknown(codec)
+        unknown = group_codec_kernel.unknown(codec)
         if unknown is not None:
             return f"{codec.name} uses `{unknown}`, which generated Triton does not support"
     if jnp.dtype(x.dtype) not in _DTYPES:
@@ -136,10 +136,10 @@ def encode(
         return left_to_xla(
             lambda x, key: encode_plain(codec, x, group_size, key, slot), shardings, x, key
         )
-    from optax_lowmem._src.kernels import group_codec_triton
+    from optax_lowmem._src.kernels import group_codec_kernel
 
     def kernel(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        return group_codec_triton.encode(codec, x, group_size, key, slot, backend=chosen)
+        return group_codec_kernel.encode(codec, x, group_size, key, slot, backend=chosen)
 
     def plain(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         return _encode_by_xla(codec, x, group_size, key, slot)
@@ -179,10 +179,10 @@ def decode(
             lambda codes, scales: decode_array(codec, codes, scales, group_size, length),
             sharding_of_values(codes, length), codes, scales,
         )  # fmt: skip
-    from optax_lowmem._src.kernels import group_codec_triton
+    from optax_lowmem._src.kernels import group_codec_kernel
 
     def kernel(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        return group_codec_triton.decode(codec, codes, scales, group_size, length, backend=chosen)
+        return group_codec_kernel.decode(codec, codes, scales, group_size, length, backend=chosen)
 
     def plain(codes: jax.Array, scales: jax.Array) -> jax.Array:
         return _decode_by_xla(codec, codes, scales, group_size, length)

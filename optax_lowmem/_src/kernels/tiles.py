@@ -13,7 +13,7 @@ from jax import lax
 from optax_lowmem._src.arrays import groups, random
 from optax_lowmem._src.arrays.block import Block
 from optax_lowmem._src.arrays.groups import Tiling
-from optax_lowmem._src.kernels.gpu_kernel import Index, Operand, Run
+from optax_lowmem._src.kernels.gpu_kernel import Index, Operand, Range
 
 VECTOR = 8  # neighbours that a thread loads at once
 
@@ -95,13 +95,13 @@ class Place:
         if self.begin is None or self.size is None:
             mask = self.row_mask
             whole = None if mask is None else jnp.broadcast_to(mask[:, None], (rows, lanes))
-            return (Run(self.first, rows), Run(0, lanes, vector)), whole
+            return (Range(self.first, rows), Range(0, lanes, vector)), whole
         unit, lane = (
             jnp.int32(self.form.alignment),
             lax.broadcasted_iota(jnp.int32, (rows, lanes), 1),
         )
         mask = lane < jnp.broadcast_to((self.size * unit)[:, None], (rows, lanes))
-        return (Run(self.begin * unit, lanes, vector),), mask
+        return (Range(self.begin * unit, lanes, vector),), mask
 
     def load(self, x: Operand, other: int = 0) -> jax.Array:
         """Load the elements; `other` where there are none."""
@@ -115,7 +115,7 @@ class Place:
 
     def load_scales(self, x: Operand) -> jax.Array:
         """Load the scales of the groups, [rows]; 0 where there are none."""
-        return x.load(Run(self.first, self.form.rows), mask=self.row_mask)
+        return x.load(Range(self.first, self.form.rows), mask=self.row_mask)
 
     def load_of_block(self, x: Operand, numbers: jax.Array) -> jax.Array:
         """Load a value per group or element, by `block_numbers`; 1 where there are none."""
@@ -128,7 +128,7 @@ class Place:
 
     def store_scales(self, x: Operand, values: jax.Array) -> None:
         """Store the scales of the groups."""
-        x.store(Run(self.first, self.form.rows), values=values, mask=self.row_mask)
+        x.store(Range(self.first, self.form.rows), values=values, mask=self.row_mask)
 
 
 def _coordinates(tiling: Tiling, tile: jax.Array) -> list[jax.Array]:

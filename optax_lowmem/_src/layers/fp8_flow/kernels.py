@@ -219,15 +219,13 @@ def store_normed(
     plain: Callable[..., Any] = partial(store_normed_plain, **static)
     if supported(x, group_size, whole_rows=True) is not None:
         return plain(x, scale)
-    from optax_lowmem._src.layers.fp8_flow import kernels_triton
+    from optax_lowmem._src.layers.fp8_flow import fp8_kernel
 
     backend = platform.backend()
 
     def kernel(x: jax.Array, scale: jax.Array) -> tuple[Grouped | None, jax.Array, jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
-        stored, inverse, largest = kernels_triton.store_normed(
-            rows, scale, **static, backend=backend
-        )
+        stored, inverse, largest = fp8_kernel.store_normed(rows, scale, **static, backend=backend)
         if stored is not None:
             scales = stored.scales.reshape(groups.scale_shape(x.shape, group_size))
             stored = Grouped(stored.codes.reshape(x.shape), scales)
@@ -253,12 +251,12 @@ def store_gated(
     static["activation"] = activation
     if not lowers(activation) or supported(given[0], group_size) is not None:
         return store_gated_plain(given, **static)
-    from optax_lowmem._src.layers.fp8_flow import kernels_triton
+    from optax_lowmem._src.layers.fp8_flow import fp8_kernel
 
     backend = platform.backend()
 
     def kernel(*given: jax.Array) -> tuple[tuple[Grouped, ...], jax.Array]:
-        stored, largest = kernels_triton.store_gated(given, **static, backend=backend)
+        stored, largest = fp8_kernel.store_gated(given, **static, backend=backend)
         return stored, _maximum(largest, given[0])
 
     def part(cut: Cut, *given: jax.Array) -> Any:
@@ -336,14 +334,14 @@ def quantized_for_products(
     like = jax.ShapeDtypeStruct((*shape[:-1], _COLUMNS), E4M3.dtype)
     if not over_tokens or transposes_reason(given[0], like, dtype) is not None:
         return plain(absmax, *given)[0], None
-    from optax_lowmem._src.layers.fp8_flow import kernels_triton
+    from optax_lowmem._src.layers.fp8_flow import fp8_kernel
 
     backend = platform.backend()
 
     def both(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
         shape = given[0].shape
         x, *beside = (array.reshape(-1, array.shape[-1]) for array in given)
-        codes, transposed = kernels_triton.quantize_both(
+        codes, transposed = fp8_kernel.quantize_both(
             x, absmax, E4M3, backend, function, tuple(beside)
         )
         scale = codes.scales.reshape((1,) * len(shape))
@@ -365,10 +363,10 @@ def quantized_for_products(
 
 def _transposed(codes: jax.Array, backend: str) -> jax.Array:
     """Transpose codes [..., k] to [k, ...] by a kernel."""
-    from optax_lowmem._src.layers.fp8_flow import kernels_triton
+    from optax_lowmem._src.layers.fp8_flow import fp8_kernel
 
     *rest, last = codes.shape
-    transposed = kernels_triton.transpose(codes.reshape(-1, last), backend=backend)
+    transposed = fp8_kernel.transpose(codes.reshape(-1, last), backend=backend)
     return transposed.reshape(last, *rest)
 
 
@@ -393,7 +391,7 @@ def multiply_over_tokens(
 
     if not isinstance(x, Transposed) and not sums_by_kernel(x, g, to, dtype):
         return plain(x, g, absmax)
-    from optax_lowmem._src.layers.fp8_flow import kernels_triton
+    from optax_lowmem._src.layers.fp8_flow import fp8_kernel
 
     backend = platform.backend()
 
@@ -402,7 +400,7 @@ def multiply_over_tokens(
     ) -> tuple[Quantized, jax.Array]:
         one = (1, 1)
         rows_g = g.reshape(-1, g.shape[-1])
-        codes, of_g = kernels_triton.quantize_both(rows_g, absmax, to, backend=backend)
+        codes, of_g = fp8_kernel.quantize_both(rows_g, absmax, to, backend=backend)
         of_x = x.codes if isinstance(x, Transposed) else _transposed(x.codes, backend)
         of_x = of_x.reshape(of_x.shape[0], -1)
         product = multiply(

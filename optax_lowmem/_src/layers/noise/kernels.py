@@ -219,10 +219,10 @@ def _fastest(
     """
     if no_kernel_reason(args[0], shape, dtype) is not None:
         return plain(*args)
-    from optax_lowmem._src.layers.noise import kernels_triton
+    from optax_lowmem._src.layers.noise import noise_kernel
 
     backend, static = platform.backend(), plain.keywords
-    function = functools.partial(getattr(kernels_triton, name), backend=backend)
+    function = functools.partial(getattr(noise_kernel, name), backend=backend)
     names = _names(shape)
 
     def part(cut: Cut, *args: Any) -> Any:

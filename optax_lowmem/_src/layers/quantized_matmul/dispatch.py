@@ -42,13 +42,13 @@ def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Qu
 
     if axes not in (x.ndim - 1, (x.ndim - 1,)) or _rows_reason(x) is not None:
         return plain(x)
-    from optax_lowmem._src.layers.quantized_matmul import triton
+    from optax_lowmem._src.layers.quantized_matmul import quantize_kernel
 
     backend = platform.backend()
 
     def kernel(x: jax.Array) -> Quantized:
         rows = x.reshape(-1, x.shape[-1])
-        codes, scales = triton.quantize_rows(rows, to, backend=backend)
+        codes, scales = quantize_kernel.quantize_rows(rows, to, backend=backend)
         return Quantized(codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1))
 
     def part(cut: Cut, x: jax.Array) -> Quantized:
@@ -80,12 +80,12 @@ def quantize_transposed(
 
     if axes is not None or platform.no_array_reason(w) is not None:
         return plain(w, largest)
-    from optax_lowmem._src.layers.quantized_matmul import triton
+    from optax_lowmem._src.layers.quantized_matmul import quantize_kernel
 
     backend = platform.backend()
 
     def kernel(w: jax.Array, largest: jax.Array) -> Quantized:
-        return triton.quantize_transposed(w, largest, to, clip, backend=backend)
+        return quantize_kernel.quantize_transposed(w, largest, to, clip, backend=backend)
 
     return along_axes(
         "quantize_transposed", kernel, plain, w, largest,

@@ -60,8 +60,8 @@ class Columns:
         return max(1, min(_TILE // self.tile_rows, next_power_of_two(self.width)))
 
     @property
-    def parts(self) -> int:
-        """Number of tiles along the rows of one matrix."""
+    def partial_sums(self) -> int:
+        """Number of tiles along the rows of one matrix, each with a partial sum per column."""
         return -(-self.rows // self.tile_rows)
 
     @property
@@ -71,7 +71,7 @@ class Columns:
 
     @property
     def tiles(self) -> int:
-        return self.outer * self.parts * self.across
+        return self.outer * self.partial_sums * self.across
 
     @property
     def even(self) -> bool:
@@ -84,13 +84,15 @@ class Columns:
         if self.row is None:
             return None
         between = self.width // self.row
-        return Sides(self.outer * between, self.rows, self.row, self.across // between, self.parts)
+        return Sides(
+            self.outer * between, self.rows, self.row, self.across // between, self.partial_sums
+        )
 
     @property
     def result(self) -> tuple[int, int]:
         """The shape of the sums that this launch writes."""
         left = self.left
-        return (self.outer * self.parts, self.width) if left is None else left.shape
+        return (self.outer * self.partial_sums, self.width) if left is None else left.shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Sides:
     of_columns: int
 
     @property
-    def parts(self) -> int:
+    def partial_sums(self) -> int:
         """The largest number of partial sums per row or column."""
         return max(self.of_rows, self.of_columns)
 
@@ -115,7 +117,7 @@ class Sides:
     @property
     def tile_parts(self) -> int:
         """Number of partial sums that a tile adds up, a power of two."""
-        parts = next_power_of_two(self.parts)
+        parts = next_power_of_two(self.partial_sums)
         return parts if parts <= _ROWS_OF_PARTS else _ROWS
 
     @property
@@ -154,7 +156,7 @@ def passes(block: Block, shape: tuple[int, ...]) -> list[Columns | Sides]:
         outer, rows, between, row = block.matrices(shape)
         first = Columns(outer, rows, between * row, row=row)
         results, sides = [first], first.left
-        while sides is not None and sides.parts > 1:
+        while sides is not None and sides.partial_sums > 1:
             results.append(sides)
             sides = sides.left
         return results
@@ -164,8 +166,8 @@ def passes(block: Block, shape: tuple[int, ...]) -> list[Columns | Sides]:
         before, after = math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :])
         columns = Columns(before, sizes[axis], after)
         results.append(columns)
-        while columns.parts > 1:
-            columns = Columns(before, columns.parts, after, begins=False)
+        while columns.partial_sums > 1:
+            columns = Columns(before, columns.partial_sums, after, begins=False)
             results.append(columns)
         sizes[axis] = 1
     return results
@@ -277,7 +279,7 @@ def _batches(pairs: Sequence[tuple[Block, jax.Array]], indices: Sequence[int]) -
 def _by_kernel(
     pairs: Sequence[tuple[Block, jax.Array]], scale: jax.Array | None, automatic: bool, backend: str
 ) -> list[jax.Array]:
-    from optax_lowmem._src.optim.blocks import block_means_triton
+    from optax_lowmem._src.optim.blocks import block_means_kernel
 
     factor = jnp.ones((), jnp.float32) if scale is None else scale
     gradients = [g for _, g in pairs]
@@ -286,7 +288,7 @@ def _by_kernel(
     def by_kernel(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         shape = gradients[0].shape
         launches = passes(block, shape)
-        means = block_means_triton.means(launches, gradients, factor, backend=backend)
+        means = block_means_kernel.means(launches, gradients, factor, backend=backend)
         return [mean.reshape(block.mean_shape(shape)) for mean in means]
 
     def plain(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
@@ -334,12 +336,12 @@ def _has_factors_kernel(block: Block, shape: tuple[int, ...]) -> bool:
 def _factors_by_kernel(
     block: Factors, shape: tuple[int, ...], values: Sequence[jax.Array], implementation: str | None
 ) -> list[tuple[jax.Array, ...]]:
-    from optax_lowmem._src.optim.blocks import block_means_triton
+    from optax_lowmem._src.optim.blocks import block_means_kernel
 
     backend = _backend_of(implementation) or platform.backend()
 
     def by_kernel(values: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
-        return block_means_triton.factors(block, shape, values, backend)
+        return block_means_kernel.factors(block, shape, values, backend)
 
     def plain(values: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
         return [block.operands(v, shape) for v in values]

@@ -266,7 +266,7 @@ def _step_program(
         seeds = None
         if counters is not None:
             number = numbers.load(i)
-            key, lanes = keys.load(number), gpu_kernel.Run(0, lane_seeds.shape[1])
+            key, lanes = keys.load(number), gpu_kernel.Range(0, lane_seeds.shape[1])
             seeds = random.mix(key + counters)[:, None], lane_seeds.load(number, lanes)
         leaf = _load(plan, place, of_slots, read)
         if of_block:

@@ -46,10 +46,10 @@ class _Direction(UpdateRule):
         return (g * h[OF_BLOCK] if OF_BLOCK in h else g), {}
 
 
-Stepped = tuple[list[Result], list[LeafState]]
+MatrixResults = tuple[list[Result], list[LeafState]]
 
 
-def step_leaves(rule: MatrixRule, batch: LeafBatch) -> Stepped:
+def step_leaves(rule: MatrixRule, batch: LeafBatch) -> MatrixResults:
     """Step matrices, one stack after the other; also returns the new block-wise slots."""
     for plan, *arrays in zip(batch.plans, batch.gradients, batch.states, strict=True):
         varying.check_whole(plan.path, arrays, "a direction of whole matrices")
@@ -122,7 +122,7 @@ def _temporary_elements(rows: int, columns: int) -> int:
     return rows * columns + 2 * min(rows, columns) ** 2
 
 
-def _step_stack(rule: MatrixRule, stack: LeafBatch) -> Stepped:
+def _step_stack(rule: MatrixRule, stack: LeafBatch) -> MatrixResults:
     blockwise = stack.blockwise
     stack = dataclasses.replace(stack, blockwise=[], blockwise_keys=None)
     h, dtype = stack.hyperparameters, jnp.dtype(rule.dtype)
@@ -170,11 +170,11 @@ def _step_stack(rule: MatrixRule, stack: LeafBatch) -> Stepped:
 _step_stack_uninlined = xla.opaque(jax.jit(_step_stack, static_argnames=("rule",)))
 
 
-def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> Stepped:
+def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> MatrixResults:
     """Call `_step_stack`, on a CPU without inlining, since XLA would compute all stacks at once."""
     if not _on_cpu() or step_arguments.current().placements:  # shardings are looked up by path
         return _step_stack(rule, stack)
-    results: Stepped = _step_stack_uninlined(rule, stack.nameless)
+    results: MatrixResults = _step_stack_uninlined(rule, stack.nameless)
     return results
 
 

@@ -91,6 +91,6 @@ def step_tile(
         random_bits = reference.master_bits(plan, seeds, layout)
         moved, correction = reference.move(plan, leaf.p, moved, correction, random_bits)
     # encode last, when the weight's registers are free: encoding needs the most registers
-    slots, scales = reference.encode(plan, values, seeds, layout)
+    slots, scales = reference.encode_slots(plan, values, seeds, layout)
     update = moved.astype(update_dtype(plan, leaf.p))
     return Result(update, LeafState(slots, scales, correction))

@@ -1,8 +1,8 @@
 """The step of a leaf in plain jnp: the specification of every backend, and the XLA path.
 
-A step is `advance` (decode the slots, then the rule), then, in either order, `encode` of the new
-slots and `move` of the weight and its correction. Every implementation calls these functions and
-differs only in what it does between them, and in the `Layout` of its arrays.
+A step is `advance` (decode the slots, then the rule), then, in either order, `encode_slots` of the
+new values and `move` of the weight and its correction. Every implementation calls these functions
+and differs only in what it does between them, and in the `Layout` of its arrays.
 """
 
 import dataclasses
@@ -139,7 +139,7 @@ def measure(plan: LeafPlan, values: Arrays) -> Measured:
     }
 
 
-def encode(
+def encode_slots(
     plan: LeafPlan,
     values: Arrays,
     seeds: random.Seeds | None,
@@ -330,7 +330,7 @@ def fused_update(
             seeds = random.seeds(key, plan.shape, plan.group_size)
         if leaf.p is not None and plan.stochastic_master:
             random_bits = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
-    slots, scales = encode(plan, values, seeds, layout, measured)
+    slots, scales = encode_slots(plan, values, seeds, layout, measured)
     correction = leaf.state.correction
     if leaf.p is not None:
         step, correction = move(plan, leaf.p, step, correction, random_bits)

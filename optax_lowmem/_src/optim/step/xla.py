@@ -195,7 +195,7 @@ class _PackedStep:
         step, values = self.advance(leaf, h)
         layout = _Unpacked(plan.group_size, plan.shape[-1])
         measured: Any = {name: (None, divisor) for name, divisor in divisors.items()}
-        slots, _ = reference.encode(plan, values, seeds, layout, measured)
+        slots, _ = reference.encode_slots(plan, values, seeds, layout, measured)
         small = {s.name: codes for s, codes in zip(plan.slots, slots, strict=True) if s.codec}
         if leaf.p is not None and plan.split is not None:
             random_bits = reference.master_bits(plan, seeds, layout)

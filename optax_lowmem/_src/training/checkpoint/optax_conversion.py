@@ -279,15 +279,19 @@ class _Converter:
     ) -> Any:
         paths: dict[str, list[str]] = {slot: [] for slot in record.optax_fields}
 
-        def field_of(slot: str, like: optax.Params) -> Any:
+        def note_paths(slot: str, like: optax.Params) -> Any:
             paths[slot] += [path for path, _ in trees.named_leaves(like)]
+            return like
+
+        _map_moments(theirs, record, note_paths, lambda count: count, where)
+        for slot, names in paths.items():
+            check_paths(slot, names, self.decisions.paths(slot), f"{where}.{slot}")
+
+        def field_of(slot: str, like: optax.Params) -> Any:
             pop = functools.partial(self.decisions.pop_inside, slot=slot)
             return _decode_slot(getattr(ours, slot), getattr(ours, f"{slot}_scale"), like, pop)
 
-        result = _map_moments(theirs, record, field_of, lambda _: jnp.asarray(ours.count), where)
-        for slot, names in paths.items():
-            check_paths(slot, names, self.decisions.paths(slot), f"{where}.{slot}")
-        return result
+        return _map_moments(theirs, record, field_of, lambda _: jnp.asarray(ours.count), where)
 
     def _decompressed(self, ours: CompressedState, theirs: optax.OptState, where: str) -> Any:
         """Convert a `CompressedState` to a state of optax like `theirs`."""

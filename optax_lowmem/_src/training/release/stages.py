@@ -14,7 +14,7 @@ from optax_lowmem._src.training.release.model import (
     reads,
     with_floats,
 )
-from optax_lowmem._src.training.release.trace import Program
+from optax_lowmem._src.training.release.trace import TracedLoss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Schedule:
     due: list[list[int]]
 
     @classmethod
-    def make(cls, model: Layered | Program, parts: Parts, batch: object) -> "Schedule":
+    def make(cls, model: Layered | TracedLoss, parts: Parts, batch: object) -> "Schedule":
         """Trace the stages."""
         rest = parts.rest()
         of_first, x = reads(model.first, rest, batch)
@@ -51,7 +51,7 @@ class Schedule:
 
 
 def first(
-    model: Layered | Program, parts: Parts, batch: object, positions: list[int]
+    model: Layered | TracedLoss, parts: Parts, batch: object, positions: list[int]
 ) -> tuple[Any, Any]:
     """Return x, and the pullback from its gradient to those of the leaves at `positions`."""
 
@@ -85,7 +85,7 @@ def pull_layer(
 
 
 def last(
-    model: Layered | Program, parts: Parts, x: object, batch: object, positions: list[int]
+    model: Layered | TracedLoss, parts: Parts, x: object, batch: object, positions: list[int]
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
     """Return the loss (and aux), and the gradients of leaves and of x."""
 

@@ -19,9 +19,9 @@ from optax_lowmem._src.training.release import stages
 from optax_lowmem._src.training.release.model import Layered, LayerFunction, Parts, Stack, map_x
 from optax_lowmem._src.training.release.offload_step import Offloaded
 from optax_lowmem._src.training.release.optimizer import Optimizer
-from optax_lowmem._src.training.release.trace import Program, trace
+from optax_lowmem._src.training.release.trace import TracedLoss, trace
 from optax_lowmem._src.training.release.update import (
-    Leaves,
+    LeafArrays,
     Plans,
     Update,
     read_layer,
@@ -80,7 +80,7 @@ class Norm:
 class Step(Norm):
     """The leaves of the tree, each old until it is updated."""
 
-    def __init__(self, plans: Plans, update: Update, leaves: Leaves, each: Gradient):
+    def __init__(self, plans: Plans, update: Update, leaves: LeafArrays, each: Gradient):
         super().__init__(plans.parts, each)
         self.update, self.leaves = update, list(zip(*leaves, strict=True))
 
@@ -253,15 +253,15 @@ def train_step(
         places = None if specs is None else placements(params, specs, mesh)
         with step_arguments.stepping(implementation=implementation, placements=places):
             inner = optimizer.inner(state)
-            program: Layered | Program
-            program, inputs = (
+            layered: Layered | TracedLoss
+            layered, inputs = (
                 (model, batch)
                 if isinstance(model, Layered)
                 else trace(model, params, batch, layers, has_aux)
             )
-            plans = Plans.make(engine, program.take_apart(params), params, inner, per_layer)
+            plans = Plans.make(engine, layered.take_apart(params), params, inner, per_layer)
             states, blockwise = engine.unpack(inner, plans.whole, params)
-            passes, factor = Passes(program, plans.parts, inputs), None
+            passes, factor = Passes(layered, plans.parts, inputs), None
             if optimizer.clip is not None:
                 norm = Norm(plans.parts, each)
                 passes.backward(norm)
@@ -281,7 +281,7 @@ def train_step(
 class Passes:
     """A forward pass, whose layers' inputs are saved, and backward passes."""
 
-    def __init__(self, model: Layered | Program, parts: Parts, batch: object):
+    def __init__(self, model: Layered | TracedLoss, parts: Parts, batch: object):
         self.model, self.parts, self.batch = model, parts, batch
         self.schedule = stages.Schedule.make(model, parts, batch)
         x, self.pull_first = stages.first(model, parts, batch, self.schedule.reading[0])

@@ -18,7 +18,7 @@ from optax_lowmem._src.training.release.model import LayerFunction, Parts, Stack
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class TracedLoss:
     """A loss function traced for one shape of its arguments, with the interface of `Layered`."""
 
     first: Callable[[Any, Any], Any]  # (rest, known) -> x
@@ -31,16 +31,16 @@ class Program:
     parts: Parts
 
     def take_apart(self, params: optax.Params) -> Parts:
-        """Return the parts of the parameters that the program was traced with."""
+        """Return the parts of the parameters that the loss was traced with."""
         return self.parts
 
 
 def trace(
     loss: Any, params: Any, batch: object, layers: str | Sequence[str], has_aux: bool = False
-) -> tuple[Program, Any]:
+) -> tuple[TracedLoss, Any]:
     """Cut a loss function into stages.
 
-    Returns the program and `known`, the values that depend on no parameter, to run it with. The
+    Returns the traced loss and `known`, the values that depend on no parameter, to run it with. The
     loss is (params, batch) -> loss, or (loss, aux) with `has_aux`; `layers` are as in `train_step`.
     """
     named = trees.named_leaves(params)
@@ -57,7 +57,7 @@ def trace(
     cuts = _boundaries(flow)
     flow.compute_in_stages(cuts)
     stages = _Stages(flow, cuts, leaves, jax.tree.structure(shape), has_aux)
-    return stages.program(), flow.known_values(given)
+    return stages.traced_loss(), flow.known_values(given)
 
 
 def _layers_of(names: Sequence[str], layers: str | Sequence[str]) -> dict[int, str]:
@@ -165,7 +165,7 @@ def _costs(flow: Flow) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Stages:
-    """Build the stages of a program, which begin at `cuts`; `results` is the loss' structure."""
+    """Build the stages of a `TracedLoss`, which begin at `cuts`; `results`: the loss' structure."""
 
     flow: Flow
     cuts: list[int]
@@ -173,7 +173,7 @@ class _Stages:
     results: Any
     has_aux: bool
 
-    def program(self) -> Program:
+    def traced_loss(self) -> TracedLoss:
         scans, eqns = self.flow.stacks, self.flow.eqns
         stages: dict[str, LayerFunction] = {}
         for begin, end in itertools.pairwise(self.cuts):
@@ -187,7 +187,7 @@ class _Stages:
         last = self._evaluation(
             self._entering(self.cuts[-1]), eqns[self.cuts[-1] :], self.flow.graph.jaxpr.outvars
         )
-        return Program(
+        return TracedLoss(
             lambda rest, known: first(None, rest, (), known),
             stages,
             lambda rest, x, known: self.results.unflatten(last(rest, x, known)),

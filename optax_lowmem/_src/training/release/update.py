@@ -106,7 +106,7 @@ def write_layer(tree: object, parts: object, layer: jax.Array, layers: int) -> A
 
 
 # weights, states, states of block-wise slots
-Leaves = tuple[list[jax.Array], list[LeafState], list[LeafState]]
+LeafArrays = tuple[list[jax.Array], list[LeafState], list[LeafState]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -158,7 +158,7 @@ class Update:
         return cls(plans, _scaled(h, factor), count, keys, limit)
 
     def layer(
-        self, stack: Stack, layer: jax.Array, gradients: list[jax.Array], leaves: Leaves
+        self, stack: Stack, layer: jax.Array, gradients: list[jax.Array], leaves: LeafArrays
     ) -> Stepped:
         """Step one layer and return its new (weights, states, block-wise states).
 
@@ -180,7 +180,9 @@ class Update:
         gradients = [g[None] for g in gradients]
         return self._step(plans, gradients, leaves, layer_keys, blockwise_keys)
 
-    def rest(self, indices: Sequence[int], gradients: list[jax.Array], leaves: Leaves) -> Stepped:
+    def rest(
+        self, indices: Sequence[int], gradients: list[jax.Array], leaves: LeafArrays
+    ) -> Stepped:
         """Step leaves of the rest and return their new (weights, states, block-wise states)."""
         plans = [self.plans.whole[i] for i in indices]
         keys = self.keys[jnp.asarray(indices)]

@@ -124,12 +124,12 @@ class Kernel:
         with numerics.kernel_arithmetic(ARITHMETIC):
             self.decode(read, scratch)
 
-            def step(i: jax.Array, nothing: None) -> None:
+            def body(i: jax.Array, nothing: None) -> None:
                 rows = Rows(self, block, i, h, key, lane_seeds, read, written, scratch)
                 rows.advance()
-                rows.encode(rows.measure())
+                rows.write_codes(rows.measure())
 
-            lax.fori_loop(0, self.blocks.block_rows // ROWS, step, None)
+            lax.fori_loop(0, self.blocks.block_rows // ROWS, body, None)
             if self.blocks.transposed:
                 for name, ref in zip(self.codecs, written.state.scales, strict=True):
                     scales = scratch.scales[name][...].T[: self.blocks.block_groups]
@@ -245,7 +245,7 @@ class Rows:
         units = jax.tree.map(lambda ref: ref[self.rows, :], scratch.units)
         self.row_seeds  # noqa: B018 (computed here, for both loops)
 
-        def step(j: jax.Array) -> None:
+        def body(j: jax.Array) -> None:
             spans: dict[str, list[Any]] = {name: [] for name in kernel.codecs}
             for layout in self.registers_of(j):
                 leaf, columns = self.load(layout), layout.columns
@@ -272,7 +272,7 @@ class Rows:
                     ]
                     ref[j] = lanes.tree(groups, of_two)
 
-        self.every(step)
+        self.every(body)
 
     def measure(self) -> reference.Measured:
         """Write the new scales, and return the divisors of the codes."""
@@ -293,17 +293,17 @@ class Rows:
             measured[name] = None, divisor
         return measured
 
-    def encode(self, measured: reference.Measured) -> None:
+    def write_codes(self, measured: reference.Measured) -> None:
         """Encode the new values, and write their codes."""
         plan = self.kernel.plan
 
-        def step(j: jax.Array) -> None:
+        def body(j: jax.Array) -> None:
             stored: list[list[jax.Array]] = [[] for _ in plan.slots]
             layouts = list(self.registers_of(j))
             for layout in layouts:
                 values = {name: ref[:, layout.columns] for name, ref in self.scratch.values.items()}
                 seeds = self.seeds(layout) if plan.stochastic else None
-                slots, _ = reference.encode(plan, values, seeds, layout, measured)
+                slots, _ = reference.encode_slots(plan, values, seeds, layout, measured)
                 for registers, codes in zip(stored, slots, strict=True):
                     registers.append(codes)
             rows = zip(plan.slots, self.written.state.slots, stored, strict=True)
@@ -315,7 +315,7 @@ class Rows:
                     place = columns_of(_byte(layouts[first].register, several))
                     ref[self.rows, place] = whole.astype(ref.dtype)
 
-        self.every(step)
+        self.every(body)
 
 
 def _byte(register: jax.Array, several: int) -> jax.Array:

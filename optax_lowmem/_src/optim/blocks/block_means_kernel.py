@@ -17,7 +17,7 @@ from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.arrays.block import Factors
 from optax_lowmem._src.arrays.groups import next_power_of_two, result_like
 from optax_lowmem._src.kernels import gpu_kernel
-from optax_lowmem._src.kernels.gpu_kernel import Index, Operand, Program, Run
+from optax_lowmem._src.kernels.gpu_kernel import Index, Operand, Program, Range
 from optax_lowmem._src.optim.blocks.block_means import Columns, Sides
 
 _WARPS = 4
@@ -88,7 +88,7 @@ def _columns_body(
     sums_at: Operand,
 ) -> None:
     part, column_tile = _divmod(tile, columns.across)
-    outer, down = _divmod(part, columns.parts)
+    outer, down = _divmod(part, columns.partial_sums)
     top, start = down * jnp.int32(columns.tile_rows), column_tile * jnp.int32(columns.tile_width)
     x = _load(columns, x_at, outer, top, start)
     share = 1 / columns.rows if columns.begins else 1.0
@@ -122,7 +122,7 @@ def _load(
     shape, above = (columns.tile_rows, columns.tile_width), outer * jnp.int32(columns.rows) + top
     where: tuple[Index, ...]
     if columns.even:
-        where, mask = (Run(above, shape[0]), Run(start, shape[1])), None
+        where, mask = (Range(above, shape[0]), Range(start, shape[1])), None
     else:
         row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
         mask = (top + row < columns.rows) & (start + lane < columns.width)
@@ -140,7 +140,7 @@ def _store(
 ) -> None:
     """Store sums along a row of the array of sums, up to `end` if tiles are not `even`."""
     if even:
-        sums_at.store(line, Run(start, sums.size), values=sums)
+        sums_at.store(line, Range(start, sums.size), values=sums)
         return
     lane = start + lax.iota(jnp.int32, sums.size)
     sums_at.store(jnp.full_like(lane, line), lane, values=sums, mask=lane < end)

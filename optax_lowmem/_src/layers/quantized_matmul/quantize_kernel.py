@@ -11,7 +11,7 @@ from jax import lax
 
 from optax_lowmem._src.arrays.groups import next_power_of_two, result_like
 from optax_lowmem._src.kernels import gpu_kernel, tiles
-from optax_lowmem._src.kernels.gpu_kernel import Operand, Program, Run
+from optax_lowmem._src.kernels.gpu_kernel import Operand, Program, Range
 from optax_lowmem._src.layers.quantized_matmul import plain
 from optax_lowmem._src.layers.quantized_matmul.plain import Format, Quantized
 
@@ -59,7 +59,7 @@ def store_scale(program: Program, scale_at: Operand, absmax: jax.Array, to: Form
     """
     scale = plain.scales_of(absmax, to)
     first = (program.index(0) == 0) & (program.index(1) == 0)
-    scale_at.store(Run(0, 1), values=scale.reshape(1), mask=first.reshape(1))
+    scale_at.store(Range(0, 1), values=scale.reshape(1), mask=first.reshape(1))
 
 
 def _transposed_body(

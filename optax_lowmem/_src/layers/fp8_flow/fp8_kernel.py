@@ -19,7 +19,7 @@ from optax_lowmem._src.layers import quantized_matmul as matmul
 from optax_lowmem._src.layers.fp8_flow import kernels
 from optax_lowmem._src.layers.fp8_flow.kernels import Grouped
 from optax_lowmem._src.layers.quantized_matmul import Format, Quantized
-from optax_lowmem._src.layers.quantized_matmul.triton import store_scale
+from optax_lowmem._src.layers.quantized_matmul.quantize_kernel import store_scale
 
 _ELEMENTS = 4096  # per program of a norm, unless its row is longer
 _PER_WARP = 1024
