@@ -112,10 +112,9 @@ class Programs:
 
     def _mean(self, total: Any, more: Any) -> Any:
         """Add the share of one micro-batch to the mean of the gradients."""
-        number = self.step.micro_batches
-        if number == 1:
+        if self.step.micro_batches == 1:
             return more
-        share = jax.tree.map(lambda g: g / number, trees.widened(more))
+        share = jax.tree.map(lambda g: g / self.step.micro_batches, trees.widened(more))
         return share if total is None else _added(total, share)
 
     # ---- updates; `of_step` are the count, the seed and the factor of clipping ----
