@@ -82,7 +82,7 @@ OF_LAYER = optax.contrib.MuonDimensionNumbers(1, 2)
 MATRICES = {"embed": optax.contrib.MuonDimensionNumbers(), "shared": None, "unread": None,
             "layers": {"norm": None, "w1": OF_LAYER, "w2": OF_LAYER}}  # fmt: skip
 # the rows of stacked norms as columns of one matrix
-ACROSS = {
+NORM_AS_MATRIX = {
     **MATRICES,
     "layers": {**MATRICES["layers"], "norm": optax.contrib.MuonDimensionNumbers()},
 }
@@ -179,7 +179,10 @@ def test_it_is_the_ordinary_step(name, dtype):
     "options, said",
     [
         (dict(adaptive=True), "reduces over a whole tensor.*per_layer=True"),
-        (dict(muon_weight_dimension_numbers=ACROSS), "norm.*row or column axis of its matrices"),
+        (
+            dict(muon_weight_dimension_numbers=NORM_AS_MATRIX),
+            "norm.*row or column axis of its matrices",
+        ),
     ],
 )
 def test_layers_that_muon_cannot_take_apart(options, said):
