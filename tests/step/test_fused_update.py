@@ -239,13 +239,13 @@ def test_small_outputs_are_computed_in_calls_that_xla_keeps():
 # ---- a clipping before the step --------------------------------------------------------------
 @pytest.fixture
 def folded(monkeypatch):
-    """The clippings that became a factor."""
+    """The limits of the clippings that became a factor."""
     module, found = importlib.import_module("optax_lowmem._src.optim.wrappers.chain"), []
     plain = module.clipping_factor
 
-    def factor(link, updates, state):
-        found.append(link)
-        return plain(link, updates, state)
+    def factor(limit, norm):
+        found.append(limit)
+        return plain(limit, norm)
 
     monkeypatch.setattr(module, "clipping_factor", factor)
     return found
@@ -260,7 +260,8 @@ def test_a_clipping_is_folded_in(name, folded):
     tx = CASES[name](STORAGE())
     params, grads, state = some_steps_in(tx, jnp.bfloat16)
     norm = float(optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads)))
-    links = [optax.clip_by_global_norm(norm / 7), optax.clip_by_global_norm(7 * norm)]
+    limits = [norm / 7, 7 * norm]
+    links = list(map(optax.clip_by_global_norm, limits))
 
     def both(grads, state, params):
         for link in links:
@@ -275,7 +276,7 @@ def test_a_clipping_is_folded_in(name, folded):
 
     run = jax.jit(lambda *args: list(both(*args)))
     results = run(grads, state, params)
-    assert folded == [link for link in links for _ in range(2)]
+    assert folded == [limit for limit in limits for _ in range(2)]
     codes = [state.mu["c"] for (_, state), *_ in results]
     assert (codes[0] != codes[1]).any()  # one of the clippings clips
     for apart, *others in results:

@@ -14,6 +14,7 @@ from optax_lowmem import Storage
 from tests.tiers import in_turn, rows
 
 PARAMS = {"w": jnp.linspace(-1, 1, 256).reshape(4, 64), "b": jnp.ones(8)}
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 SELECTING = {
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
     "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step % 2 == 0),
@@ -151,3 +152,21 @@ def test_updates_have_the_dtype_of_a_gradient_only_where_their_weight_has_it():
     for given, wanted in (("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")):
         updates, _ = tx.update(optax.tree.cast(params, given), tx.init(params), params)
         assert updates["w"].dtype == wanted
+
+
+@pytest.mark.parametrize("chain, seen", [(lowmem.chain, [F32]), (optax.chain, [BF16, F32])])
+def test_another_type_error_is_raised_as_it_is(chain, seen):
+    """A chain of optax is tried again with f32 gradients, and the first error gets a note."""
+    dtypes = []
+
+    def refuse(updates, state, params=None):
+        dtypes.append(updates["w"].dtype)
+        raise TypeError(f"not with {updates['w'].dtype}")
+
+    link = optax.GradientTransformation(optax.init_empty_state, refuse)
+    tx = chain(link, lowmem.flash_sgd(1e-2))
+    params = optax.tree.cast(PARAMS, "bfloat16")
+    with pytest.raises(TypeError, match=f"^not with {seen[0]}") as error:
+        lowmem.step(tx, gradient(params), tx.init(params), params)
+    assert dtypes == seen
+    assert len(getattr(error.value, "__notes__", ())) == len(seen) - 1

@@ -260,6 +260,19 @@ def test_stale_corrections_are_found(name):
     assert started(make()) == [*found.warnings, *found.warnings]
 
 
+def test_the_trial_step_selects_the_extra_arguments_that_an_update_accepts():
+    """One that requires two of optax's arguments, and refuses the others without naming them."""
+
+    def update(updates, state, params=None, **extra):
+        if extra.keys() != {"value", "grad_fn"}:
+            raise TypeError("wrong arguments")
+        return jax.tree.map(lambda g: 0.5 * g, updates), state
+
+    picky = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    (found,) = lowmem.explain(optax.chain(lowmem.flash_adamw(1e-3), picky), PARAMS).warnings
+    assert "are changed after the split of their master weights" in found
+
+
 def test_a_batch_that_is_too_long_to_try_is_told(monkeypatch):
     monkeypatch.setattr(stale_corrections, "_MICRO_BATCHES", 4)
     late = optax.MultiSteps(optax.chain(lowmem.flash_adamw(1e-3), optax.scale(0.5)), 5)

@@ -1,14 +1,16 @@
 """`chain` with f32 gradients between links, and `step`."""
 
+import contextlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from jax.typing import ArrayLike
 
-from optax_lowmem._src.arrays import trees
+from optax_lowmem._src.arrays import numerics, trees
 from optax_lowmem._src.arrays.compiled import compiled
 from optax_lowmem._src.arrays.hyperparameters import check_choice
 from optax_lowmem._src.arrays.sharding import placements
@@ -161,14 +163,16 @@ def step(
         try:
             return _step_by_params(tx, grads, state, params, None, extra)
         except TypeError as error:
-            if not _has_unlike_branches(error):
+            if not _may_select(tx) or not _any_narrow((grads, params)):
                 raise
-        try:  # with f32 gradients, zeros like the gradients match the f32 updates
-            return _step_by_params(tx, _widened(grads), state, params, None, extra)
-        except TypeError as error:
-            if _has_unlike_branches(error):
-                error.add_note(_UNLIKE_BRANCHES)
-            raise
+            failed = error
+        # With f32 gradients, zeros like the gradients match the f32 updates. JAX and optax raise a
+        # plain TypeError if they do not: https://github.com/google-deepmind/optax/issues/377
+        if _any_narrow(grads):
+            with contextlib.suppress(TypeError):
+                return _step_by_params(tx, _widened(grads), state, params, None, extra)
+        failed.add_note(_UNLIKE_BRANCHES)
+        raise failed
 
 
 def _run_links(
@@ -193,8 +197,8 @@ def _run_links(
             "state, params) and update(grads, state, params)."
         )
     gradients = updates
-    folds = bool(before) and _takes_factor(final) and clips_global_norm(before[-1])
-    run = before[:-1] if folds else before
+    limit = global_norm_limit(before[-1]) if before and _takes_factor(final) else None
+    run = before if limit is None else before[:-1]
     if run or not _takes_factor(final):
         updates = _widened(updates)
     states = []
@@ -203,9 +207,9 @@ def _run_links(
         updates, new = update(updates, link_state, params, **extra)
         states.append(trees.keep_dtypes(link_state, new, gradients))
     factor = None
-    if folds:
+    if limit is not None:
         norm = compiled(norm_of)(jax.tree.leaves(updates))
-        factor = clipping_factor(before[-1], norm, state[-2])
+        factor = clipping_factor(limit, norm)
         states.append(state[-2])
     if _follows_gradients(final):
         updates = trees.as_given(updates, gradients)
@@ -242,14 +246,19 @@ def _step_by_params(
 
 
 _UNLIKE_BRANCHES = (
-    "A wrapper such as optax.apply_if_finite, conditionally_mask or MultiSteps selects between an "
-    "update and zeros like the gradient, whose dtypes differ. Build the optimizer with "
+    "If a wrapper such as optax.apply_if_finite, conditionally_mask or MultiSteps selects between "
+    "an update and zeros like the gradient, their dtypes must be equal: build the optimizer with "
     "storage=Storage(update_dtype='gradient') (also an argument of split_master_weights)."
 )
 
 
-def _has_unlike_branches(error: TypeError) -> bool:
-    return "cond branches must have equal output types" in str(error)
+def _may_select(tx: optax.GradientTransformation) -> bool:
+    """Return whether a wrapper may select between updates and zeros like the gradients."""
+    return _may_select(tx.links[-1]) if isinstance(tx, Chain) else not _takes_factor(tx)
+
+
+def _any_narrow(tree: Tree) -> bool:
+    return any(numerics.is_narrow(jnp.result_type(x)) for x in jax.tree.leaves(tree))
 
 
 def _takes_factor(tx: optax.GradientTransformation) -> bool:
@@ -269,11 +278,16 @@ def _widened(updates: Tree) -> Tree:
     return trees.widened(updates, floats_only=True)
 
 
-def clips_global_norm(link: optax.GradientTransformation) -> bool:
-    """Return whether a link is `optax.clip_by_global_norm`, recognized by its function's name."""
-    update = link.update
-    name = f"{getattr(update, '__module__', '')}.{getattr(update, '__qualname__', '')}"
-    return name.startswith("optax.") and name.endswith(".clip_by_global_norm.<locals>.update_fn")
+def global_norm_limit(link: optax.GradientTransformation) -> Any:
+    """Return the limit of `optax.clip_by_global_norm`, or None for any other link."""
+    # optax's transformations are closures that cannot be asked what they are. Two of one
+    # constructor share their code: https://github.com/google-deepmind/optax/issues/1
+    if getattr(link.update, "__code__", None) is not _CLIPPING.update.__code__:
+        return None
+    return inspect.getclosurevars(link.update).nonlocals.get("max_norm")
+
+
+_CLIPPING = optax.clip_by_global_norm(1.0)
 
 
 def norm_of(gradients: list[jax.Array]) -> jax.Array:
@@ -281,19 +295,11 @@ def norm_of(gradients: list[jax.Array]) -> jax.Array:
     return jnp.asarray(optax.tree.norm(_widened(gradients)))
 
 
-def clipping_factor(link: optax.GradientTransformation, norm: jax.Array, state: Any) -> jax.Array:
-    """Return the factor by which `clip_by_global_norm` scales gradients of this norm."""
-    cells = (cell.cell_contents for cell in getattr(link.update, "__closure__", None) or ())
-    # inject_hyperparams makes a new link in each step, whose array would be compiled in
-    of_number = not any(isinstance(cell, jax.Array | np.ndarray) for cell in cells)
-    factor = compiled(_factor) if of_number else _factor
-    return factor(link, norm, state)
-
-
-def _factor(link: optax.GradientTransformation, norm: jax.Array, state: Any) -> jax.Array:
-    clipped, _ = link.update(norm, state)
-    # for an infinite norm, as in optax, finite gradients become 0 and infinite ones NaN
-    infinite = jnp.where(jnp.isnan(norm), norm, jnp.float32(0))
+@compiled
+def clipping_factor(limit: ArrayLike, norm: jax.Array) -> jax.Array:
+    """Return the factor by which `optax.clip_by_global_norm(limit)` scales gradients."""
     # a norm of 0 may come from tiny gradients whose squares underflow; optax does not change them
-    factor = jnp.where(norm == 0, 1, clipped / jnp.where(norm == 0, 1, norm))
+    factor = jnp.where(norm < limit, 1, limit / norm)
+    # for an infinite norm, as in optax, finite gradients become 0 and infinite ones NaN
+    infinite = jnp.where(jnp.isnan(norm), norm, 0)
     return jnp.where(jnp.isfinite(norm), factor, infinite).astype(jnp.float32)

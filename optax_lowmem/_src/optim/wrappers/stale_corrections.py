@@ -4,7 +4,7 @@ optax wrappers are closures, so a step is tried on small leaves, and the updates
 emitted are compared with those that the whole transformation returns.
 """
 
-import re
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -202,7 +202,7 @@ def _micro_steps(state: optax.OptState) -> Iterator[int]:
 def _update(
     tx: optax.GradientTransformation, grads: Any, state: Any, weights: Any, at: Any
 ) -> tuple[optax.Updates, optax.OptState]:
-    """Call `tx.update`, passing those extra arguments of optax that it accepts.
+    """Call `tx.update` with as many of optax's extra arguments as it accepts.
 
     They belong to the loss sum(w / 2 + (w - at)^2), whose gradient at `at` is `grads`.
     """
@@ -214,13 +214,16 @@ def _update(
 
     extra = {"value": value_fn(at), "grad": grads, "value_fn": value_fn,
              "grad_fn": lambda params, index: grads}  # fmt: skip
-    while True:
-        try:
-            return optax.with_extra_args_support(tx).update(grads, state, weights, **extra)
-        except TypeError as error:
-            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if unknown is None or extra.pop(unknown[1], None) is None:
-                raise
+    update, failed = optax.with_extra_args_support(tx).update, TypeError()
+    # Which arguments an `update` inside a wrapper accepts shows in a call only: some optimizers of
+    # optax refuse those of others. https://github.com/google-deepmind/optax/issues/1131
+    for count in range(len(extra), -1, -1):
+        for names in itertools.combinations(extra, count):
+            try:
+                return update(grads, state, weights, **{name: extra[name] for name in names})
+            except TypeError as error:
+                failed = error if count == len(extra) else failed
+    raise failed
 
 
 def _shortened(side: int, most: int) -> int:

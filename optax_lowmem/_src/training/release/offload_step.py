@@ -154,7 +154,7 @@ class Programs:
 
     def _factor(self, squares: list[jax.Array]) -> jax.Array:
         norm = jnp.sqrt(sum(squares))
-        return clipping_factor(self.step.optimizer.clip, norm, optax.EmptyState())
+        return clipping_factor(self.step.optimizer.limit, norm)
 
 
 def _added(total: Any, more: Any) -> Any:
@@ -184,7 +184,7 @@ class Offloaded:
     per_layer: bool
     implementation: str | None
     # clips the gradient of each layer, and of each leaf of the rest, by its norm
-    limit: optax.GradientTransformation | None
+    limit: float | None
     micro_batches: int
     at_once: int  # number of micro-batches that pass through the model together
 
@@ -286,7 +286,7 @@ class Run:
     def one_pass(self, batches: list[Any], last: bool) -> list[Any]:
         """Pass micro-batches through the model; return their losses, and update after the last."""
         self.forward(batches)
-        if last and self.step.optimizer.clip is not None:
+        if last and self.step.optimizer.limit is not None:
             self.backward(batches, self.square, keeps_inputs=True)
             self.factor = self.programs.factor(self.squares)
         return self.backward(batches, self.update if last else self.store, brings_state=last)

@@ -7,7 +7,7 @@ import optax
 
 from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.optim.step.engine import Engine, EngineTransformation
-from optax_lowmem._src.optim.wrappers.chain import Chain, clips_global_norm
+from optax_lowmem._src.optim.wrappers.chain import Chain, global_norm_limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,16 +15,17 @@ class Optimizer:
     """One of our optimizers, alone or after `optax.clip_by_global_norm` in `lowmem.chain`."""
 
     engine: Engine
-    clip: optax.GradientTransformation | None
+    limit: Any  # of the global norm of gradients, or None
 
     @classmethod
     def of(cls, tx: optax.GradientTransformation) -> "Optimizer":
         """Take a transformation apart; raise ValueError for one that may need all gradients."""
-        clip = None
-        if isinstance(tx, Chain) and len(tx.links) == 2 and clips_global_norm(tx.links[0]):
-            clip, tx = tx.links
+        limit = None
+        if isinstance(tx, Chain) and len(tx.links) == 2:
+            limit = global_norm_limit(tx.links[0])
+            tx = tx if limit is None else tx.links[1]
         if isinstance(tx, EngineTransformation) and tx.engine.weights:
-            return cls(tx.engine, clip)
+            return cls(tx.engine, limit)
         if isinstance(tx, EngineTransformation):
             raise ValueError(
                 "a bare direction (scale_by_*) has no learning rate to step with: pass a complete "
@@ -45,7 +46,7 @@ class Optimizer:
 
     def inner(self, state: Any) -> Any:
         """Return the state of the optimizer alone, after checking its type."""
-        if self.clip is not None:
+        if self.limit is not None:
             if not isinstance(state, (tuple, list)) or len(state) != 2:
                 raise ValueError(
                     f"the state is a {type(state).__name__}, but that of a chain of two links is a "
@@ -57,4 +58,4 @@ class Optimizer:
 
     def outer(self, state: Any, new: Any) -> Any:
         """Return `state` with `new` in place of its `inner`."""
-        return new if self.clip is None else (state[0], new)
+        return new if self.limit is None else (state[0], new)

@@ -231,8 +231,7 @@ def train_step(
     if each_gradient is not None and not callable(each_gradient):
         raise TypeError(f"each_gradient must be a function of an array, got {each_gradient!r}")
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
-    limit = None if clip_layer_norm is None else optax.clip_by_global_norm(clip_layer_norm)
-    if limit is not None and optimizer.clip is not None:
+    if clip_layer_norm is not None and optimizer.limit is not None:
         raise ValueError("clip_layer_norm and a chain with clip_by_global_norm: leave out one.")
     for name, count in (("micro_batches", micro_batches), ("at_once", at_once)):
         if count is not None:
@@ -243,7 +242,7 @@ def train_step(
         if not isinstance(model, Layered):
             raise TypeError("offload=True takes a release.Layered, not a loss function.")
         return Offloaded(
-            optimizer, model, each, per_layer, implementation, limit, micro_batches,
+            optimizer, model, each, per_layer, implementation, clip_layer_norm, micro_batches,
             min(at_once or micro_batches, micro_batches),
         )  # fmt: skip
     if micro_batches > 1 or at_once is not None:
@@ -262,12 +261,12 @@ def train_step(
             plans = Plans.make(engine, layered.take_apart(params), params, inner, per_layer)
             states, blockwise = engine.unpack(inner, plans.whole, params)
             passes, factor = Passes(layered, plans.parts, inputs), None
-            if optimizer.clip is not None:
+            if optimizer.limit is not None:
                 norm = Norm(plans.parts, each)
                 passes.backward(norm)
-                factor = clipping_factor(optimizer.clip, jnp.sqrt(norm.squares), state[0])
+                factor = clipping_factor(optimizer.limit, jnp.sqrt(norm.squares))
                 passes.after(factor)
-            update = Update.begin(plans, inner.count, inner.seed, limit, factor)
+            update = Update.begin(plans, inner.count, inner.seed, clip_layer_norm, factor)
             run = Step(plans, update, (jax.tree.leaves(params), states, blockwise), each)
             loss = passes.backward(run)
             weights, states, blockwise = map(list, zip(*run.leaves, strict=True))

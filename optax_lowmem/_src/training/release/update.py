@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from optax_lowmem._src.arrays import random
@@ -146,7 +145,7 @@ class Update:
     h: Arrays
     count: jax.Array
     keys: jax.Array
-    limit: optax.GradientTransformation | None
+    limit: float | None
 
     @classmethod
     def begin(
@@ -200,7 +199,7 @@ class Update:
     ) -> Stepped:
         h, (weights, states, blockwise) = self.h, leaves
         if self.limit is not None:
-            h = _scaled(h, clipping_factor(self.limit, norm_of(gradients), ()))
+            h = _scaled(h, clipping_factor(self.limit, norm_of(gradients)))
         batch = LeafBatch.of(
             plans, (gradients, weights, states), h, keys,
             blockwise=blockwise, blockwise_keys=blockwise_keys,
