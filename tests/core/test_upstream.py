@@ -1,17 +1,21 @@
 """Limits of JAX and optax that this library works around: a test fails once upstream lifts one."""
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.pallas import triton as plgpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.kernels import partitioned
+from optax_lowmem._src.kernels import partitioned, platform
 from optax_lowmem._src.optim.wrappers.chain import global_norm_limit
+from tests.lowering import lower_for_cuda
 
 BF16 = {"w": jnp.ones(8, jnp.bfloat16)}
 
@@ -78,3 +82,22 @@ def test_jax_names_partitioned_calls_by_an_address():
 
 def test_this_jax_has_the_private_functions_of_partitioned():
     assert partitioned.available()
+
+
+def erf(x, y):
+    y[...] = jax.lax.erf(x[...])
+
+
+def to_fp8(x, y):
+    y[...] = x[...].astype(jnp.int32).astype(y.dtype)
+
+
+@pytest.mark.skipif(not platform.has_pallas_triton(), reason="no Pallas-Triton lowering")
+@pytest.mark.parametrize("body, dtype", [(erf, "float32"), (to_fp8, "float8_e4m3fn")])
+def test_pallas_triton_does_not_lower(body, dtype):
+    """Else `gelu_exact` can have a Pallas kernel, and `Reference.load` an integer fill value."""
+    out, how = jax.ShapeDtypeStruct((16,), dtype), plgpu.CompilerParams(num_warps=1)
+    kernel = pl.pallas_call(body, out_shape=out, compiler_params=how)
+    with warnings.catch_warnings(), pytest.raises(NotImplementedError, match=r"erf|cannot cast"):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        lower_for_cuda(kernel, jnp.ones(16))

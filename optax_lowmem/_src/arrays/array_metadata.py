@@ -19,7 +19,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 # If no mesh is known, assume up to this many shards per axis, times any odd number.
 _PARTS = 64
-# Of NNX. In the state's variables Flax overwrites the first with each of the others.
+# Of NNX, whose versions have different names: https://github.com/google/flax/issues/5248. In the
+# state's variables Flax overwrites the first with each of the others:
+# https://github.com/google/flax/pull/5231
 _KEYS = ("out_sharding", "optimizer_sharding", "sharding", "sharding_names")
 
 
@@ -52,7 +54,8 @@ def pure(tree: Any) -> Any:
     """Replace the NNX variables of a tree by their arrays."""
     from flax import nnx
 
-    return (getattr(nnx, "as_pure", None) or nnx.pure)(tree)  # its name before Flax 0.12.7
+    # `as_pure` was `pure` before Flax 0.12.7 (no upstream issue known)
+    return (getattr(nnx, "as_pure", None) or nnx.pure)(tree)
 
 
 def unboxed(tree: optax.Params) -> optax.Params:

@@ -168,7 +168,7 @@ class Factors(Block):
       v_{ij} \approx R_i C_j / \mathrm{mean}_i R_i
 
     The approximation has the row and column means of v, and is exact if v has rank one (Shazeer &
-    Stern, 2018, section 3). v_mean concatenates R and C along its last axis, after the leaf's
+    Stern, 2018, arXiv 1804.04235, section 3). v_mean concatenates R and C along its last axis, after the leaf's
     other axes.
 
     Example:
@@ -191,6 +191,7 @@ class Factors(Block):
         ]
         rows, columns = vectors
         # no `concatenate`: on a mesh XLA would give the result R's sharding, and communicate
+        # see also https://github.com/openxla/xla/issues/34710
         both = jnp.zeros((*rows.shape[:-1], rows.shape[-1] + columns.shape[-1]), rows.dtype)
         both = lax.dynamic_update_slice_in_dim(both, rows, 0, axis=-1)
         return lax.dynamic_update_slice_in_dim(both, columns, rows.shape[-1], axis=-1)
@@ -204,7 +205,7 @@ class Factors(Block):
         """Return R over its mean, and C, in the leaf's rank; NaN if an R is infinite or NaN."""
         one, other = self.fit(shape).axes
         # hide the offsets from XLA: it would give v the sharding of R and communicate, though v is
-        # replicated
+        # replicated (no upstream issue known)
         first, second = lax.optimization_barrier((jnp.int32(0), jnp.int32(shape[one])))
         rows = lax.dynamic_slice_in_dim(v, first, shape[one], axis=-1)
         columns = lax.dynamic_slice_in_dim(v, second, shape[other], axis=-1)

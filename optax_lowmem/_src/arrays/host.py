@@ -129,7 +129,8 @@ class Stage:
     """
 
     def __init__(self, function: Callable[..., Any], **how: Any):
-        # without `keep_unused`, with which JAX 0.12 never frees a compiled program
+        # without `keep_unused`, with which JAX never frees a compiled program (no upstream issue
+        # known; jax 0.12.0)
         self.jitted = jax.jit(function, **how)
 
     def __call__(self, *args: Any) -> Any:

@@ -216,6 +216,7 @@ def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     Operates on the bits: Pallas' Triton lowering has no `reduce_precision`, and XLA drops `astype`
     round trips.
     """
+    # https://github.com/openxla/xla/issues/41605, https://github.com/jax-ml/jax/issues/6283
     bits = canonical_nan(to_bits(x))
     if jnp.dtype(dtype) == jnp.bfloat16:
         return from_bits(_round_bits(bits, 16))
@@ -256,7 +257,9 @@ def narrow_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
 
 def widen(x: jax.Array) -> jax.Array:
     """Convert bf16, f16 or f32 to f32, exactly."""
-    if x.dtype == jnp.bfloat16:  # by the bits, so that XLA cannot substitute an unrounded f32
+    # by the bits, so that XLA cannot substitute an unrounded f32:
+    # https://github.com/openxla/xla/issues/41605
+    if x.dtype == jnp.bfloat16:
         return from_bits(lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16)
     return x.astype(jnp.float32)
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-# Before JAX 0.10 a type has only the axes over which its array varies.
+# Before JAX 0.10 a type has only the axes over which its array varies (`vma`).
+# https://github.com/jax-ml/jax/pull/27893
 _KIND = "manual_axis_type" if hasattr(jax.core.ShapedArray, "manual_axis_type") else "vma"
 
 

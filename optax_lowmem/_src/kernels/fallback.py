@@ -4,6 +4,9 @@ A kernel call is opaque to XLA's partitioner, which would gather its operands. H
 program is for is known where JAX lowers it, and not where JAX traces it.
 """
 
+# https://github.com/jax-ml/jax/issues/19748 (Pallas)
+# https://github.com/jax-ml/jax-triton/issues/163
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

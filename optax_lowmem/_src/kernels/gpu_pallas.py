@@ -58,7 +58,8 @@ class Reference(Operand):
         """Load elements; `early` loads are volatile, so that none is moved down to its use."""
         if mask is None and not early and all(isinstance(i, int) for i in index):
             return self.ref[index]
-        # Pallas cannot convert integers to FP8
+        # Pallas' Triton lowering cannot convert integers to FP8 (no upstream issue known; jax
+        # 0.10.2 and 0.12.0)
         other = float(other) if jnp.issubdtype(self.dtype, jnp.floating) else other
         nothing = None if mask is None else other
         return plgpu.load(self._at(index), mask=mask, other=nothing, volatile=early)

@@ -19,7 +19,7 @@ def _triton_call() -> Callable[..., Any]:
 
 
 # A call that contains references. `sequential_vmap` of a function with references fails in JAX
-# before 0.11.2, which jax_triton 0.4 accepts; no upstream issue is known.
+# before 0.11.2, which jax_triton 0.4 accepts (no upstream issue known).
 _call = jex.core.Primitive("triton_call_with_references")
 _call.multiple_results = True
 _call.def_impl(lambda *operands, run, **_: run(*operands))
@@ -84,5 +84,7 @@ def call(
             return _call.bind(*operands, run=call_04, types=types)
         return call_03(*operands)
 
-    outcome = jax.custom_batching.sequential_vmap(run)(*operands)  # jax_triton cannot be vmapped
-    return list(map(varying.over, outcome, map(varying.axes_of, outputs)))  # jax_triton drops them
+    # jax_triton has no batching rule: https://github.com/jax-ml/jax-triton/issues/327
+    outcome = jax.custom_batching.sequential_vmap(run)(*operands)
+    # jax_triton drops the varying axes (no upstream issue known)
+    return list(map(varying.over, outcome, map(varying.axes_of, outputs)))

@@ -158,6 +158,7 @@ class Operation:
 
     def extreme(self) -> str:
         """Return lax.max or lax.min, which propagate NaN."""
+        # Triton's do not by default: https://github.com/triton-lang/triton/issues/1566
         nan = ", propagate_nan=tl.PropagateNan.ALL" if self.floating else ""
         return f"tl.{self.name}imum({self.operands[0]}, {self.operands[1]}{nan})"
 

@@ -136,6 +136,8 @@ def multiprocessors() -> int:
 @functools.cache
 def has_pallas_triton() -> bool:
     """Return whether this JAX lowers Pallas through Triton, which JAX 0.11 deprecated."""
+    # https://github.com/jax-ml/jax/issues/25196
+    # https://docs.jax.dev/en/latest/pallas/CHANGELOG.html#triton
     try:
         from jax.experimental.pallas import triton
     except ImportError:

@@ -223,7 +223,8 @@ class Optimizer(nnx.Optimizer[M]):
         else:
             weights, opt_state = _start(tx, params, dtype, keep_f32, allow_rounding)
         fitted = jax.tree.map(_fit_sharding, opt_state, is_leaf=array_metadata.is_variable)
-        # Flax's constructor wraps what `init` returns in new variables
+        # Flax's constructor wraps what `init` returns in new variables:
+        # https://github.com/google/flax/pull/4180
         ready = optax.GradientTransformationExtraArgs(lambda _: fitted, tx.update)
         known = {} if graph is None else {"graph": graph}  # unknown to Flax before 0.12.7
         super().__init__(model, ready, wrt=wrt, **known)

@@ -88,6 +88,7 @@ class AffineCodec(GroupCodec):
         """Follow the reference implementation: if the range excludes 0, z is clipped to an end."""
         step = jnp.maximum(high - low, jnp.float32(_PAPER_MIN_RANGE)) / 255
         # max and min skip NaN on a GPU, where rounding up would also overflow the NaN of inf - inf
+        # https://github.com/triton-lang/triton/pull/7349
         finite = absmax.astype(jnp.uint32) < jnp.uint32(numerics.INF_BITS)
         step = jnp.where(finite, step, jnp.float32(jnp.nan))
         zero = jnp.clip(numerics.round_to_int(jnp.clip(-low / step, -_FAR, _FAR)), 0, 255)

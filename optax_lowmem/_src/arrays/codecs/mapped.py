@@ -43,8 +43,9 @@ class MappedCodec(CompandedCodec):
 
 # ---- normal: first moments in 4 bits, at quantiles of a normal distribution ----------------------
 
-# The magnitudes of NF4's negative numbers (Dettmers et al., QLoRA, 2023, equation 4): quantiles of
-# N(0, 1), evenly spaced in probability from 1/2 to (31/32 + 29/30) / 2, divided by the largest.
+# The magnitudes of NF4's negative numbers (Dettmers et al., QLoRA, 2023, arXiv 2305.14314, equation
+# 4): quantiles of N(0, 1), evenly spaced in probability from 1/2 to (31/32 + 29/30) / 2, divided by
+# the largest.
 _NORMAL = (0, 0.091049976, 0.184773403, 0.284441309, 0.394917426, 0.525072959, 0.696192806, 1)
 
 

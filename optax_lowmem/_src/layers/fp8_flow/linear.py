@@ -345,7 +345,8 @@ def _gradients(
     like_x = sharding_of(jax.tree.leaves(kept)[0])
     largest = matmul.absmax_of(g, None)
     if isinstance(of_kernel, _Scaled):
-        # otherwise XLA would keep the kernel's codes from the forward pass until here
+        # otherwise XLA would keep the kernel's codes from the forward pass until here:
+        # https://github.com/jax-ml/jax/issues/13999
         kernel, largest = lax.optimization_barrier((kernel, largest))
     codes = {}
     if to := format_of(recipe.weight_gradient):

@@ -196,7 +196,8 @@ def recomputed(formula: ArrayFunction, *given: jax.Array) -> Coded:
 
 
 def _recomputed_forward(formula: ArrayFunction, *given: jax.Array) -> tuple[Coded, Any]:
-    # otherwise XLA would merge the recomputation with the first computation and keep its results
+    # otherwise XLA would merge the recomputation with the first computation and keep its results:
+    # https://github.com/jax-ml/jax/issues/13999
     again = lax.optimization_barrier(given)
     return Coded(formula(*given), None, Source(formula, again)), again
 

@@ -519,7 +519,8 @@ def _sweep_device(
     zeros = None
     if needed.head:
         # one zero that depends on hidden: XLA makes equal constants once, so zeros for the gradient
-        # of a tied embedding's lookup would exist from here to the end of the backward pass
+        # of a tied embedding's lookup would exist from here to the end of the backward pass (no
+        # upstream issue known)
         zero = jnp.zeros((), f32_or_more(hidden, head))
         zero = varying.over(zero, varying.axes_of(hidden, head, labels, scale))
         zero = varying.after(zero, hidden)

@@ -98,7 +98,7 @@ def noise_of_plain(
     key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
     """Return R with the shape `shape`."""
-    # with the barrier, XLA computes words once, not once per element
+    # with the barrier, XLA computes words once, not once per element (no upstream issue known)
     prepared = lax.optimization_barrier(noise.prepared(words_of(key, shape, noise.draws)))
     rows = noise.elements(prepared)
     r = rows.reshape(*rows.shape[:-3], -1, shape[-1])[..., : shape[-2], :]

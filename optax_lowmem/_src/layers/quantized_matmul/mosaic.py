@@ -178,4 +178,5 @@ def multiply(a: Quantized, b: Quantized, dtype: jnp.dtype, interpret: Any = None
         interpret=interpret,
     )
     result = kernel(a.codes, b.codes, _padded_scales(a, TILE), _padded_scales(b, COLUMNS))
-    return varying.over(result, varying.axes_of(a, b))  # `plgpu.kernel` drops the varying axes
+    # `plgpu.kernel` drops the varying axes (no upstream issue known; jax 0.10.2 and 0.12.0)
+    return varying.over(result, varying.axes_of(a, b))

@@ -61,7 +61,7 @@ def _mini(make: Constructor) -> Constructor:
     return functools.partial(make, blocks=Structure(default="whole"))
 
 
-# optax before 0.2.7 has no `consistent_rms`.
+# optax before 0.2.7 has no `consistent_rms` (no upstream issue known).
 _KNOWN_TO_MUON = inspect.signature(optax.contrib.muon).parameters
 _SCALE_OF_MUON: dict[str, Any] = (
     {"consistent_rms": 0.2} if "consistent_rms" in _KNOWN_TO_MUON else {}

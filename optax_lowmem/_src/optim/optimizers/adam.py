@@ -244,7 +244,8 @@ def flash_adamw(
       bfloat16 0.9990082
 
     References:
-      Gonzalez Ortiz et al., FlashOptim: Optimizers for Memory Efficient Training, 2026.
+      Gonzalez Ortiz et al., FlashOptim: Optimizers for Memory Efficient Training, 2026,
+      arXiv 2602.23349.
 
     Deviations from the paper, all undone by `Storage.paper()`: scales with the range of f32,
     stochastic rounding, a variance code of at least 1, a split of the weight's bits.
@@ -339,7 +340,7 @@ def coat_adamw(
 
     References:
       Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
-      Training, 2025.
+      Training, 2025, arXiv 2410.19313.
 
     Deviations from the paper: stochastic rounding (the paper uses `Storage(rounding="nearest")`),
     and those of `codecs.expanded`.

@@ -106,7 +106,7 @@ def scale_by_adam_mini(
 
     References:
       Han et al., Q-Adam-mini, 2025; Zhang et al., Adam-mini: Use Fewer Learning Rates To Gain More,
-      2024. Deviations: those of `adam_mini`.
+      2024, arXiv 2406.16793. Deviations: those of `adam_mini`.
     """
     return direction(
         AdamMiniRule(eps_root_is_zero=is_zero(eps_root)),
@@ -169,7 +169,8 @@ def adam_mini(
 
     References:
       Han et al., Q-Adam-mini, 2025; Zhang et al., Adam-mini: Use Fewer Learning Rates To Gain More,
-      2024. Deviations from Adam-mini's code: see `lowmem.blocks.infer`. The debiasing is the same.
+      2024, arXiv 2406.16793. Deviations from Adam-mini's code: see `lowmem.blocks.infer`. The
+      debiasing is the same.
     """
     rule = AdamMiniRule(eps_root_is_zero=is_zero(eps_root))
     moments = adam_moments(b1, b2, eps, eps_root, nesterov=False)

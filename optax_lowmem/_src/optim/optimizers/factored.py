@@ -224,8 +224,8 @@ def flash_factored_adamw(
       4.09
 
     References:
-      Shazeer & Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018; Zhai et
-      al., Scaling Vision Transformers, 2022 (with a first moment, at AdamW's rates). Deviations:
+      Shazeer & Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018,
+      arXiv 1804.04235; Zhai et al., Scaling Vision Transformers, 2022 (with a first moment, at AdamW's rates). Deviations:
       biases, norms and stacked axes are not factored, whatever their sizes; updates are not clipped
       (use `optax.clip_by_block_rms` after `scale_by_factored_adam`), steps
       are not relative to a weight's size, and debiasing and eps are Adam's.

@@ -149,7 +149,8 @@ def flash_lion(
       dtype('int8')
 
     References:
-      Chen et al., Symbolic Discovery of Optimization Algorithms, 2023; FlashOptim, 2026.
+      Chen et al., Symbolic Discovery of Optimization Algorithms, 2023; FlashOptim, 2026,
+      arXiv 2602.23349.
     """
     return optimizer(
         LionRule(), _formula(b1, b2), learning_rate, storage,

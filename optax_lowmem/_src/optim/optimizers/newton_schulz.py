@@ -108,7 +108,8 @@ def _multiplied_once(
     for a, b, c in coefficients:
         rows.append((b / a * growth**2, c / a * growth**4))
         growth *= a
-    # hidden from XLA, which would otherwise compile and tune the products of each iteration
+    # hidden from XLA, which would otherwise compile and tune the products of each iteration (no
+    # upstream issue known)
     constants = lax.optimization_barrier(jnp.asarray(rows, jnp.float32))
 
     def plus(total: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:

@@ -151,7 +151,7 @@ def flash_sgd(
       dtype('int8')
 
     References:
-      FlashOptim, 2026.
+      FlashOptim, 2026, arXiv 2602.23349.
     """
     if decouple_lr is not False and not decoupled:
         raise ValueError("decouple_lr needs decoupled weight decay: also pass decoupled=True")

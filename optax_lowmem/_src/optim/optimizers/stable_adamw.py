@@ -97,7 +97,7 @@ def stable_adamw(
 
     References:
       Wortsman et al., Stable and low-precision training for large-scale vision-language models,
-      2023. The first five arguments' defaults are those of optimi's StableAdamW.
+      2023, arXiv 2304.13013. The first five arguments' defaults are those of optimi's StableAdamW.
     """
     check_threshold(threshold)
     moments = adam_moments(b1, b2, eps, 0.0, nesterov=False)

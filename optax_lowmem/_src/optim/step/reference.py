@@ -321,7 +321,8 @@ def fused_update(
         measured = measure(plan, values)
         if plan.noisy:
             seeds = random.seeds(key, plan.shape, plan.group_size)
-        # the barrier prevents XLA from eliminating the second pass as a common subexpression
+        # the barrier prevents XLA from eliminating the second pass as a common subexpression:
+        # https://github.com/jax-ml/jax/issues/13999
         leaf, measured, seeds = lax.optimization_barrier((leaf, measured, seeds))
         step, values = advance(rule, plan, leaf, h)
         random_bits = master_bits(plan, seeds, layout)

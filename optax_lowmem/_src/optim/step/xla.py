@@ -33,7 +33,8 @@ plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan", "two_pa
 
 def step(rule: UpdateRule, batch: LeafBatch) -> list[Result]:
     """Step each parameter; on Explicit axes the results keep its sharding."""
-    # without the barrier XLA inlines these constants, and the steps of equal leaves differ
+    # without the barrier XLA inlines these constants, and the steps of equal leaves differ: fusions
+    # contract multiply-adds differently, https://github.com/openxla/xla/issues/41579
     numbers = lax.optimization_barrier(list(map(jnp.uint32, batch.numbers)))
     results = []
     for i, number in enumerate(numbers):
@@ -84,7 +85,8 @@ def opaque(function: Any) -> Any:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten(function(*args, **kwargs))
-        # on a value, since the context manager would also mark inner calls
+        # on a value, since the context manager would also mark inner calls (no upstream issue
+        # known)
         leaves[0] = xla_metadata.set_xla_metadata(leaves[0], inlineable="false")
         return jax.tree.unflatten(tree, leaves)
 

@@ -122,7 +122,9 @@ class _Buffered:
             return nothing, state.inner_state, _rounded(means, state.seed, state.count)
 
         last = state.micro_step == self.every - 1
-        if is_eager([last]):  # `lax.cond` would trace and compile its branches in each call
+        # outside of jit, `lax.cond` would trace and compile its branches, new functions, in each
+        # call: https://github.com/jax-ml/jax/issues/14743
+        if is_eager([last]):
             new, inner, buffer = step() if last else wait()
         else:
             new, inner, buffer = lax.cond(last, step, wait)

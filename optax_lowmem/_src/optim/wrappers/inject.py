@@ -63,6 +63,7 @@ def inject_hyperparams(
     def make(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         arguments = inspect.signature(inner_factory).bind(*args, **kwargs).arguments
         exact = {name for name, value in arguments.items() if isinstance(value, PowerDecay)}
+        # https://github.com/google-deepmind/optax/issues/1414
         injected = optax.inject_hyperparams(inner_factory, static | exact, jnp.float32)
         return injected(*args, **kwargs)
 

@@ -415,7 +415,8 @@ def gaussws_noise(
       >>> params, state = lowmem.step(tx, params, state, params)
 
     References:
-      Gaussian Weight Sampling for Scalable, Efficient and Stable Mixed-Precision QAT, 2025.
+      Gaussian Weight Sampling for Scalable, Efficient and Stable Mixed-Precision QAT, 2025,
+      arXiv 2505.11170.
     """
     check_range("bits_loss", bits_loss, 0.0)
     if clean_dtype is not None and jnp.dtype(clean_dtype) != jnp.float32:

@@ -229,6 +229,7 @@ def recommendation(
         LORA: f" --lora {','.join(lora_names(args.lora))} --rank {args.rank}",
     }
     # XLA's default allocator divides the memory that is left into pieces that are too small
+    # https://github.com/jax-ml/jax/pull/25082, https://github.com/marin-community/marin/issues/7115
     allocator = "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async " if mode.name == OFFLOAD else ""
     yield (
         f"    {allocator}python examples/finetune.py --model {shlex.quote(str(folder))} "

@@ -7,7 +7,7 @@ import jax
 
 _GIB = 2**30
 _LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-_DEFAULT_LIMIT = 64  # XLA's
+_DEFAULT_LIMIT = 64  # XLA's: https://github.com/openxla/xla/pull/20633
 
 
 def free_bytes() -> int | None:

@@ -328,7 +328,8 @@ class Passes:
         self, stage: LayerFunction, x: Any, dx: list[jax.Array], positions: list[int]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the gradients of leaves and of x, of a stage that is no stack."""
-        # delayed: else XLA would keep what the forward pass computed from the same arrays
+        # delayed: else XLA would keep what the forward pass computed from the same arrays:
+        # https://github.com/jax-ml/jax/issues/13999
         x, batch = varying.after(x, dx), varying.after(self.batch, dx)
         read = varying.after([self.parts.leaves[at] for at in positions], dx)
         leaves = self.parts.leaves[:]
