@@ -168,8 +168,8 @@ class Factors(Block):
       v_{ij} \approx R_i C_j / \mathrm{mean}_i R_i
 
     The approximation has the row and column means of v, and is exact if v has rank one (Shazeer &
-    Stern, 2018, arXiv 1804.04235, section 3). v_mean concatenates R and C along its last axis, after the leaf's
-    other axes.
+    Stern, 2018, arXiv 1804.04235, section 3). v_mean concatenates R and C along its last axis,
+    after the leaf's other axes.
 
     Example:
       >>> Factors(axes=(1, 2)).mean_shape((12, 256, 512))

@@ -225,10 +225,10 @@ def flash_factored_adamw(
 
     References:
       Shazeer & Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018,
-      arXiv 1804.04235; Zhai et al., Scaling Vision Transformers, 2022 (with a first moment, at AdamW's rates). Deviations:
-      biases, norms and stacked axes are not factored, whatever their sizes; updates are not clipped
-      (use `optax.clip_by_block_rms` after `scale_by_factored_adam`), steps
-      are not relative to a weight's size, and debiasing and eps are Adam's.
+      arXiv 1804.04235; Zhai et al., Scaling Vision Transformers, 2022 (with a first moment, at
+      AdamW's rates). Deviations: biases, norms and stacked axes are not factored, whatever their
+      sizes; updates are not clipped (use `optax.clip_by_block_rms` after `scale_by_factored_adam`),
+      steps are not relative to a weight's size, and debiasing and eps are Adam's.
     """
     rule = FactoredRule(eps_root_is_zero=is_zero(eps_root))
     moments = adam_moments(b1, b2, eps, eps_root, nesterov=False)
