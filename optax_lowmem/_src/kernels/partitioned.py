@@ -8,7 +8,7 @@ a `shard_map`, and where `lowmem.step` is given `specs=`.
 
 # https://github.com/jax-ml/jax/issues/21159 (cache)
 # https://github.com/jax-ml/jax/issues/38196 (not on TPUs)
-# https://github.com/jax-ml/jax/pull/34811 (not on Explicit axes)
+# https://github.com/jax-ml/jax/issues/34811 (not on Explicit axes)
 
 import abc
 import contextlib

@@ -19,7 +19,8 @@ class StepArguments:
     tuning: Any = None  # tile and launch sizes that a tuner tries, or None for those of the device
 
 
-# optax's wrappers call `update` with arguments of their choice, so these have no other way in
+# optax's wrappers are closures that call `update` with arguments of their choice, so these have no
+# other way in: https://github.com/google-deepmind/optax/issues/1
 _step_arguments: ContextVar[StepArguments] = ContextVar("step", default=StepArguments())  # noqa: B039 (frozen)
 
 

@@ -75,7 +75,8 @@ class Context:
     emitted: dict[str, jax.Array] | None = None
 
 
-# an optax state holds arrays only, so what an `init` decided has no other way out of its wrappers
+# an optax state holds arrays only, so what an `init` decided has no other way out of its wrappers,
+# which are closures: https://github.com/google-deepmind/optax/issues/1
 _context: ContextVar[Context] = ContextVar("context", default=Context())  # noqa: B039 (frozen)
 
 

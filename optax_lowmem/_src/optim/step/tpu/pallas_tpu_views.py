@@ -98,7 +98,7 @@ def in_hbm(arrays: list[jax.Array], interpret: Any) -> list[jax.Array]:
 
 def view(plan: LeafPlan, blocks: Blocks, leaf: Leaf) -> Leaf:
     """Reshape the arrays of a leaf to matrices of all rows, as the kernel reads them."""
-    # Mosaic does not support float16
+    # Mosaic does not support float16: https://github.com/pytorch/helion/pull/3204
     g = numerics.widen(leaf.g) if leaf.g.dtype == jnp.float16 else leaf.g
     g, p, correction, slots = jax.tree.map(
         lambda x: x.reshape(blocks.rows, -1), (g, leaf.p, leaf.state.correction, leaf.state.slots)
