@@ -39,7 +39,7 @@ _OF_LLAMA = {
     "argument_bytes": "bytes",
     "temporary_bytes": "bytes",
     "backward_bytes": "bytes",
-    "beside_backward": "bytes a parameter",
+    "beside_backward": "bytes per parameter",
 }
 
 

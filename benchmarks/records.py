@@ -119,8 +119,19 @@ def show(rows: Rows) -> None:
         print(f"{names} {row['value']:>12.6g} {row['unit'] or ''}", flush=True)
 
 
+# unit of older records -> unit of new ones
+RENAMED_UNITS = {
+    "bytes a parameter": "bytes per parameter",
+    "bytes a sampled parameter": "bytes per sampled parameter",
+}
+
+
 def load(path: Path) -> Rows:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    for row in rows:
+        if (unit := row.get("unit")) in RENAMED_UNITS:
+            row["unit"] = RENAMED_UNITS[unit]
+    return rows
 
 
 def all_records() -> Rows:
@@ -135,8 +146,13 @@ def by_gpu(rows: Rows) -> dict[str, Rows]:
     """GPU, by its short name -> the records of its runs."""
     found: dict[str, Rows] = {}
     for row in on_gpus(rows):
-        found.setdefault(row["device"].removeprefix("NVIDIA ").split()[0], []).append(row)
+        found.setdefault(gpu_name(row), []).append(row)
     return found
+
+
+def gpu_name(row: dict[str, Any]) -> str:
+    """Return the short name of a record's GPU, such as H100."""
+    return str(row["device"].removeprefix("NVIDIA ").split()[0])
 
 
 def select(rows: Rows, **wanted: Any) -> Rows:

@@ -1,6 +1,6 @@
 """Tables in Markdown: every table of the README and of docs/ is written here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,37 @@ def markdown(head: list[str], body: list[list[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body)]) + "\n"
 
 
+REPEATED = "″"
+
+
+def without_repeats(body: Sequence[Sequence[str]], columns: Sequence[int]) -> list[list[str]]:
+    """Write a ditto mark for a cell of `columns` that repeats the one above it."""
+    lines: list[list[str]] = []
+    for number, line in enumerate(body):
+        above = body[number - 1] if number else [""] * len(line)
+        lines.append([
+            REPEATED if at in columns and cell and cell == above[at] else cell
+            for at, cell in enumerate(line)
+        ])  # fmt: skip
+    return lines
+
+
+def without_empty_columns(
+    head: Sequence[str], body: Sequence[Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    kept = [at for at in range(len(head)) if any(line[at] for line in body)]
+    return [head[at] for at in kept], [[line[at] for at in kept] for line in body]
+
+
 def source(rows: Rows) -> str:
-    """Return the line with the device, JAX version and commit of records."""
-    where = sorted({f"{r['device']}, jax {r['jax']}, commit {r['commit']}" for r in rows})
+    """Return the line with the devices, JAX versions and commits of records."""
+    commits: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        commits.setdefault((row["device"], row["jax"]), set()).add(row["commit"])
+    where = [
+        f"{device}, jax {jax}, commit{'s' * (len(own) > 1)} {', '.join(sorted(own))}"
+        for (device, jax), own in sorted(commits.items())
+    ]
     return "\n" + "; ".join(where) + ".\n"
 
 

@@ -9,9 +9,8 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import ROOT, claims, records
-from benchmarks.claims import findings
 from benchmarks.records import Rows, all_records, newest
-from benchmarks.render import markdown, source
+from benchmarks.render import markdown, source, without_empty_columns
 
 MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PAGES = [
@@ -44,7 +43,7 @@ def of_paper(name: str, method: str) -> Callable[[Rows], str]:
 
     def table(rows: Rows) -> str:
         body, used = claims.table(newest(rows), paper.CLAIMS)
-        return markdown([method, *claims.HEAD], body) + (source(used) if used else "")
+        return claims.shown(method, body) + (source(used) if used else "")
 
     return table
 
@@ -55,23 +54,11 @@ def summary(rows: Rows) -> str:
         paper = importlib.import_module(f"benchmarks.claims.{name}")
         of = {"coat": ", states", "coat_activations": ", activations"}.get(name, "")
         counts = claims.counted(newest(rows), paper.CLAIMS)
-        body.append([method + of, *map(str, counts), str(sum(counts))])
-    return markdown(["claims of", *claims.VERDICTS, "all"], body)
+        body.append([method + of, *(str(n or "") for n in counts), str(sum(counts))])
+    return markdown(*without_empty_columns(["claims of", *claims.VERDICTS, "all"], body))
 
 
-def undecided(rows: Rows) -> str:
-    """Return the table of undecided training results of all papers."""
-    body, used = [], []
-    for name, (_, method) in PAPERS.items():
-        paper = importlib.import_module(f"benchmarks.claims.{name}")
-        lines, own = findings.undecided(newest(rows), paper.CLAIMS)
-        body += [[f"{method}, {where}", *rest] for where, *rest in lines]
-        used += own
-    head = ["undecided", "seeds", "standard deviation of a pair", "the same means", "seeds needed"]
-    return markdown(head, body) + (source(used) if used else "")
-
-
-TABLES: dict[str, Callable[[Rows], str]] = {"claims_summary": summary, "undecided": undecided} | {
+TABLES: dict[str, Callable[[Rows], str]] = {"claims_summary": summary} | {
     table: of_paper(name, method) for name, (table, method) in PAPERS.items()
 }
 for suite in SUITES:

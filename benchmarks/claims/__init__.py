@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.records import Rows, last
+from benchmarks.render import markdown, without_empty_columns, without_repeats
 
 SAME, BETTER, NOT, UNDECIDED = "same", "better", "not the same", "undecided"
-NOT_MEASURED, NOT_TRIED = "not measured yet", "not tried here"
+NOT_MEASURED, NOT_TRIED = "no records", "not measured"
 VERDICTS = (SAME, BETTER, NOT, UNDECIDED, NOT_MEASURED, NOT_TRIED)
 ONE_SEED = "one seed"  # of our run
-ALIKE = ("tokens/s", "bytes a parameter")  # units of what is the same with any seed
+ALIKE = ("tokens/s", "bytes per parameter")  # units of what is the same with any seed
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Claim:
             return Finding("", NOT_MEASURED, [])
 
 
-HEAD = ("the paper says", "we measured", "our run", "the same means", "")
+HEAD = ("the paper says", "we measured", "our run", "the same means", "verdict")
 
 
 def table(rows: Rows, claims: Sequence[Claim]) -> tuple[list[list[str]], Rows]:
@@ -129,6 +130,19 @@ def table(rows: Rows, claims: Sequence[Claim]) -> tuple[list[list[str]], Rows]:
         for claim, one in found
     ]
     return body, [row for _, one in found for row in one.rows]
+
+
+def shown(method: str, body: Sequence[Sequence[str]]) -> str:
+    """Markdown of the lines of `table`: a table, and a list of what was not measured."""
+    lines = without_empty_columns(
+        [method, *HEAD], without_repeats([one for one in body if one[-1] != NOT_TRIED], (1, 3, 4))
+    )
+    reasons: dict[str, list[str]] = {}
+    for where, _, reason, *_, verdict in body:
+        if verdict == NOT_TRIED:
+            reasons.setdefault(reason, []).append(where)
+    missing = [f"- {'; '.join(where)}: {reason}.\n" for reason, where in reasons.items()]
+    return markdown(*lines) + ("\nNot measured:\n\n" + "".join(missing) if missing else "")
 
 
 def counted(rows: Rows, claims: Sequence[Claim]) -> list[int]:

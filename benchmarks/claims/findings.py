@@ -2,11 +2,20 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.claims import ONE_SEED, UNDECIDED, Claim, Finding, Missing, graded, some
+from benchmarks.claims import (
+    BETTER,
+    NOT,
+    ONE_SEED,
+    SAME,
+    UNDECIDED,
+    Finding,
+    graded,
+    some,
+)
 from benchmarks.claims.equivalence import Interval, Margin, pairs_needed
 from benchmarks.records import Rows, alike, select
 
@@ -45,8 +54,10 @@ def percent(share: float) -> str:
 
 
 def about(row: dict[str, Any]) -> str:
+    """Return the size of a run of one seed."""
     flags = row["flags"]
-    return f"{flags['parameters'] / 1e6:.0f}M, {flags['steps']} steps of {flags['tokens']:,} tokens"
+    size = f"{flags['parameters'] / 1e6:.0f}M weights, {flags['steps']:,} steps of "
+    return f"{size}{flags['tokens']:,} tokens, {ONE_SEED}"
 
 
 def count(seeds: int) -> str:
@@ -101,12 +112,6 @@ class Pair:
     def means(self) -> str:
         plain, ours = statistics.mean(self.plain), statistics.mean(self.ours)
         return f"{plain:.4f} → {ours:.4f}"
-
-    @property
-    def perplexity(self) -> str:
-        """The same differences of losses as one of perplexities: exp of the mean, less 1."""
-        more = statistics.mean(b - a for a, b in zip(self.plain, self.ours, strict=True))
-        return percent(math.expm1(more))
 
     @property
     def size(self) -> str:
@@ -169,8 +174,7 @@ def beside(rows: Rows, case: str, plain: str, ours: str, bench: str = "pairs") -
 class Trained:
     """A measure: our result against the baseline's, over the seeds of all devices.
 
-    One seed has an interval of the held-out text alone, which the row says, and is undecided: how
-    far other seeds come apart is not known.
+    One seed is undecided: how far other seeds come apart is not known.
 
     `case`, `metric` and `bench` are of the records.
     """
@@ -189,57 +193,53 @@ class Trained:
     def __call__(self, rows: Rows) -> Finding:
         pair = self.pair(rows)
         lower = self.metric != "val_accuracy"
-        text = f"{self.metric.replace('val_', 'held-out ')} {pair.means}: {pair.interval}"
-        groups = [row.get("held_out_groups", []) for row in pair.rows]
-        if len(groups) == 2 and all(groups):
-            parts = [100 * (b - a) / pair.plain[0] for a, b in zip(*groups, strict=True)]
-            text += f" ({Interval.of(parts)} over {len(parts)} parts of the held-out text)"
-        if lower and math.isfinite(pair.interval.mean):
-            text += f"; perplexity {pair.perplexity}"
-        verdict = pair.verdict(self.margin)
+        text, verdict = f"{pair.means}: {pair.interval}", pair.verdict(self.margin)
         if verdict == UNDECIDED and pair.interval.no_worse(self.margin, lower):
             text += f"; {NO_WORSE}"
+        if verdict == UNDECIDED and len(pair.plain) > 1:
+            text += f"; needs {self.needed(pair):,} seeds"
         return Finding(text, verdict, list(pair.rows), pair.size)
 
+    def needed(self, pair: Pair) -> int:
+        """Return how many seeds would decide it."""
+        return pairs_needed(statistics.stdev(pair.differences), self.margin, POWER)
 
-def undecided(rows: Rows, claims: Sequence[Claim]) -> tuple[list[list[str]], Rows]:
-    """Return the undecided results of training runs, with the seeds that would decide them."""
-    body, used = [], []
-    for claim in claims:
-        if not isinstance(claim.how, Trained):
-            continue
-        try:
-            pair = claim.how.pair(rows)
-        except Missing:
-            continue
-        if pair.verdict(claim.how.margin) != UNDECIDED:
-            continue
-        seeds, deviation, needed = len(pair.plain), "", "2 first, for a deviation"
-        if seeds > 1:
-            of_pairs = statistics.stdev(pair.differences)
-            deviation = f"{of_pairs:.2f} %"
-            needed = f"{pairs_needed(of_pairs, claim.how.margin, POWER):,}"
-        body.append([claim.where, str(seeds), deviation, claim.margin, needed])
-        used += pair.rows
-    return body, used
+
+def over_parts(pair: Pair) -> Interval:
+    """Interval of one pair's difference over parts of the held-out text, not over seeds."""
+    plain, ours = (row["held_out_groups"] for row in pair.rows)
+    return Interval.of([100 * (b - a) / pair.plain[0] for a, b in zip(plain, ours, strict=True)])
+
+
+def worst(verdicts: Iterable[str]) -> str:
+    return max(verdicts, key=(BETTER, SAME, UNDECIDED, NOT).index)
+
+
+@dataclass(frozen=True)
+class Several:
+    """A measure: several results of runs of one size, by name; the worst one decides."""
+
+    named: Mapping[str, Trained]
+
+    @property
+    def margin(self) -> Margin:
+        return next(iter(self.named.values())).margin
+
+    def __call__(self, rows: Rows) -> Finding:
+        pairs = {name: one.pair(rows) for name, one in self.named.items()}
+        sizes = {pair.size for pair in pairs.values()}
+        assert len(sizes) == 1, sizes
+        text = "; ".join(f"{name} {pair.interval}" for name, pair in pairs.items())
+        verdicts = {name: pair.verdict(self.margin) for name, pair in pairs.items()}
+        verdict = worst(verdicts.values())
+        needed = [self.named[name].needed(pair) for name, pair in pairs.items()
+                  if verdicts[name] == UNDECIDED and len(pair.plain) > 1]  # fmt: skip
+        if verdict == UNDECIDED and needed:
+            text += f"; needs {max(needed):,} seeds"
+        used = [row for pair in pairs.values() for row in pair.rows]
+        return Finding(text, verdict, used, sizes.pop())
 
 
 def of_one_seed(share: float, holds: bool) -> str:
     """Return the verdict on a difference of losses of one seed: none, if other seeds may differ."""
     return graded(False, holds) if not abs(share) <= FAR else UNDECIDED
-
-
-def all_pairs(rows: Rows) -> tuple[list[list[str]], Rows]:
-    """Every pair: against f32, and a chosen implementation of lowmem.step against the default."""
-    body, used = [], []
-    cases = dict.fromkeys((r["case"], r["metric"], r["impl"]) for r in select(rows, bench="train"))
-    for case, metric, impl in cases:
-        if not metric.startswith("val_"):
-            continue
-        for plain in {F32: (), OURS: (F32,)}.get(impl, (F32, OURS)):
-            for pair in paired(rows, case, metric, plain, impl):
-                device, seeds = pair.rows[0]["device"], str(len(pair.plain))
-                against, text = f"{impl} against {plain}", f"{pair.means}: {pair.interval}"
-                body.append([case, device, against, metric, seeds, text, pair.verdict()])
-                used += pair.rows
-    return body, used

@@ -1,6 +1,7 @@
 """Claims of FlashOptim, and our measurements, of many suites' records."""
 
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -31,7 +32,7 @@ SHAPES, FILE = "llama-2-7b/adamw", "normal/adamw"
 # Of a classifier of digits: the paper's own standard deviation of accuracies, and a share of a loss
 # of 0.14 nats that curves show.
 ACCURACY, CURVES = Margin(0.1, "% of the accuracy"), Margin(1.0)
-DIGITS = "the digits that are printed"
+DIGITS = "the printed digits"
 DIVERGES = 1.2  # times the baseline's loss
 RATIO = f"ratio ± {findings.STEP_SHARE:g}"
 BILLION = 7  # parameters of Llama-2-7B, as the paper rounds them
@@ -44,16 +45,25 @@ def _agree(value: float, printed: str) -> bool:
     return f"{value:.{len(printed.partition('.')[2])}f}" == printed
 
 
+def _sizes(weights: Sequence[str], state: Sequence[str]) -> str:
+    """Return the text of GiB: of f32 and FlashOptim, and of its split and its codes alone."""
+    (plain, flash), (before, after, split, codes) = weights, state
+    text = f"weights {plain} → {flash} GiB, state {before} → {after}"
+    return f"{text} (split alone {split}, 8-bit moments alone {codes})"
+
+
 @measure
-def gib(rows: Rows, case: str, metric: str, plain: str, flash: str, impl: str = PAPER) -> Finding:
-    """GiB of f32 and of `impl`, as printed in the paper's tables; our default beside them."""
-    found, used = read(rows, F32, impl, OURS, bench="memory", case=case, metric=metric)
-    places = len(flash.partition(".")[2])
-    before, after, default = (f"{value:.{places}f}" for value in found)
-    text = f"{before} → {after} GiB"
-    if impl == PAPER and default != flash:
-        text += f" ({default} with our default storage)"
-    return judged(text, _agree(found[0], plain) and after == flash, used)
+def gib(rows: Rows, model: str, optimizer: str) -> Finding:
+    """GiB of weights and state, as the paper's tables print them; our default's beside them."""
+    places = len(WEIGHTS[model][0].partition(".")[2])
+    wanted = {"bench": "memory", "case": f"{model}/{optimizer}"}
+    weights, first = read(rows, F32, PAPER, metric="params_gib", **wanted)
+    state, second = read(rows, *STATES, OURS, metric="state_gib", **wanted)
+    *shown, default = (f"{value:.{places}f}" for value in (*weights, *state))
+    printed = [*WEIGHTS[model], *_states(model, optimizer)]
+    text = "as printed" if shown == printed else _sizes(shown[:2], shown[2:])
+    text += f"; default storage: {default}" if default != shown[3] else ""
+    return judged(text, shown == printed, first + second)
 
 
 @measure
@@ -62,7 +72,7 @@ def bytes_a_parameter(rows: Rows, case: str, plain: str, flash: str, gradients: 
     found, used = read(rows, F32, PAPER, OURS, bench="memory", case=case, metric="bytes_per_param")
     more = (4, 2, 2) if gradients else (0, 0, 0)
     before, after, default = (value + g for value, g in zip(found, more, strict=True))
-    text = f"{before:.2f} → {after:.2f} with scales ({default:.2f} with our default storage)"
+    text = f"{before:.2f} → {after:.2f} (default storage: {default:.2f})"
     return judged(text, _agree(before, plain) and _agree(after, flash), used)
 
 
@@ -107,39 +117,42 @@ def of_7b(rows: Rows) -> Finding:
     found, used = _checkpoints(rows, SHAPES, "bytes_per_param")
     before, after, default = (BILLION * value for value in found)
     without = after - BILLION / 8
-    text = f"{before:.1f} → {after:.1f} GB with scales ({default:.1f} with our default storage); "
+    text = f"{before:.1f} → {after:.1f} GB (default storage: {default:.1f}), "
     same = (round(before), round(without)) == (84, 35)
-    return judged(f"{text}{without:.1f} GB without", same, used)
+    return judged(f"{text}{without:.1f} GB without scales", same, used)
 
 
 def on_disk(rows: Rows) -> Finding:
     """Bytes of files per parameter: Orbax compresses both."""
     (before, after, default), used = _checkpoints(rows, FILE, "disk_bytes_per_param")
-    text = (
-        f"{before:.2f} → {after:.2f} bytes of files per parameter ({default:.2f} with our default "
-    )
-    return judged(f"{text}storage), compressed by Orbax", after / before <= 0.5, used)
+    text = f"{before:.2f} → {after:.2f} bytes per parameter (default storage: {default:.2f})"
+    return judged(text, after / before <= 0.5, used)
 
 
 @measure
-def split_error(rows: Rows, target: str, scheme: str, holds: Holds) -> Finding:
+def split_errors(rows: Rows, target: str, schemes: dict[str, Holds]) -> Finding:
     """The largest mean relative error over the normal exponents of a 16-bit format."""
-    here = select(rows, bench="claims", case=f"split/{target}", impl=scheme)
-    names = ("min_mean_relative_error", "max_mean_relative_error")
-    (low, high), used = values_of(*(last(here, metric=name) for name in names))
-    return judged(f"{low:.1e} to {high:.1e}" if high else "0", holds(low) and holds(high), used)
+    texts, same, every = [], True, []
+    for scheme, holds in schemes.items():
+        here = select(rows, bench="claims", case=f"split/{target}", impl=scheme)
+        names = ("min_mean_relative_error", "max_mean_relative_error")
+        (low, high), used = values_of(*(last(here, metric=name) for name in names))
+        span = dict.fromkeys(f"{error:.1e}" if error else "0" for error in (low, high))
+        texts, every = [*texts, " to ".join(span)], every + used
+        same = same and holds(low) and holds(high)
+    return judged(", ".join(texts), same, every)
 
 
 def exact_share(rows: Rows) -> Finding:
     wanted = {"bench": "claims", "case": "split/bf16", "metric": "exact_share"}
     found, used = read(rows, "ulp-32", "bits-32", **wanted)
     theirs, ours = (100 * value for value in found)
-    text = f"{theirs:.2f} % with Algorithm 1 (`Storage.paper()`), "
+    text = f"{theirs:.2f} % with Algorithm 1, "
     side = last(rows, impl=BY_SIDE, **wanted)
     if side is not None:
-        text += f"{100 * side['value']:.2f} % with the bound of the error's side, "
+        text += f"{100 * side['value']:.2f} % with the error's side, "
         used.append(side)
-    text += f"{ours:.2f} % with our split on the bits"
+    text += f"{ours:.2f} % with our split"
     return judged(text, _agree(theirs, "99.92"), used)
 
 
@@ -185,13 +198,7 @@ def diverges(rows: Rows) -> Finding:
 
 
 # short runs of `pairs`, of many seeds, with controls
-SMALLEST = "smoke-gpt2 steps=400"
-SHORT = {
-    "GPT-2 124M, 200 steps": "gpt2-124m steps=200",
-    "GPT-2's architecture, 0.1M weights": SMALLEST,
-}
-NUDGED = " with rates a thousandth higher (a control: both in f32)"
-ROUNDED = " from rounded weights (a control: both in f32)"
+SHORT, SMALLEST = "gpt2-124m steps=200", "smoke-gpt2 steps=400"
 
 
 @measure
@@ -203,7 +210,7 @@ def beside_control(rows: Rows, case: str) -> Finding:
     some(len(versus.plain) > 1)
     apart = ", ".join(f"{statistics.stdev(pairs[name].differences):.2f} % with {says}"
                       for name, says in names.items())  # fmt: skip
-    text = f"flash_adamw over the control {versus.interval}; a pair's standard deviation {apart}"
+    text = f"{versus.interval}; deviation of a pair {apart}"
     used = [row for pair in pairs.values() for row in pair.rows]
     return judged(text, versus.verdict(findings.MARGIN), used, versus.size)
 
@@ -220,15 +227,14 @@ WEIGHTS = {"llama-3.1-8b": ("29.9", "15.0"), "resnet-50": ("0.10", "0.05"),
            "gpt2-124m": ("0.46", "0.23")}  # fmt: skip
 
 
-def _profile(model: str, optimizer: str) -> list[tuple[str, str, str, str, str]]:
-    """Return rows of a table: what, metric, GiB of the reference and of ours, and ours."""
-    places = 1 if model.startswith("llama") else 2
+STATES = (F32, PAPER, SPLIT_ALONE, CODES_ALONE)
+
+
+def _states(model: str, optimizer: str) -> list[str]:
+    """Return the GiB of state that the paper's tables print, of STATES."""
+    places = len(WEIGHTS[model][0].partition(".")[2])
     of = dict(zip(VARIANTS, PUBLISHED[model, optimizer], strict=True))
-    printed = {impl: f"{of[impl]:.{places}f}" for impl in (F32, PAPER, SPLIT_ALONE, CODES_ALONE)}
-    state = [("state", PAPER), ("state, weight split alone", SPLIT_ALONE),
-             ("state, 8-bit moments alone", CODES_ALONE)]  # fmt: skip
-    rows = [(what, "state_gib", printed[F32], printed[impl], impl) for what, impl in state]
-    return [("weights", "params_gib", *WEIGHTS[model], PAPER), *rows]
+    return [f"{of[impl]:.{places}f}" for impl in STATES]
 
 
 def of_pairs(preset: str, plain: str, ours: str) -> Trained:
@@ -240,6 +246,18 @@ def of_examples(plain: str) -> Trained:
     return Trained(f"gpt-42m batch=8/{plain}")
 
 
+SHORT_RUNS = (
+    *((f"GPT-2 124M, 200 steps, AdamW{what}", of_pairs(SHORT, "adamw", impl))
+      for what, impl in (("", "flash_adamw"), (", f32 moments, split weights", "split"),
+                         (", control: f32, rates x 1.001", "adamw-nudged"))),
+    ("GPT-2 0.1M, AdamW", findings.Several({
+        says: of_pairs(SMALLEST, "adamw", impl)
+        for says, impl in (("flash_adamw", "flash_adamw"), ("f32 moments, split weights", "split"),
+                           ("control: rates x 1.001", "adamw-nudged"),
+                           ("control: rounded start", "adamw-rounded"))
+    })),
+)  # fmt: skip
+
 CLAIMS: tuple[Claim, ...] = (
     # training
     *(Claim(f"Table 3, {what}", f"validation loss {says}", how)
@@ -250,31 +268,27 @@ CLAIMS: tuple[Claim, ...] = (
       for what, how in (
           (f"GPT-2 124M, {rule}", of_pairs("gpt2-124m", base, ours)),
           (f"GPT-2 124M, 300 steps, {rule}", of_pairs("gpt2-124m-300", base, ours)),
-          *((f"{model}, {rule}{what}", of_pairs(case, base, impl))
-            for model, case in SHORT.items() if rule == "AdamW"
-            for what, impl in (("", ours), (", f32 moments with split weights", "split"),
-                               (NUDGED, "adamw-nudged"), (ROUNDED, "adamw-rounded"))
-            if impl != "adamw-rounded" or case == SMALLEST),
-          (f"a smaller model, {rule}", of_pairs("gpt-42m", base, ours)),
-          (f"a smaller model, {rule} as published (`Storage.paper()`)",
+          *(SHORT_RUNS if rule == "AdamW" else ()),
+          (f"GPT 42M, {rule}", of_pairs("gpt-42m", base, ours)),
+          (f"GPT 42M, {rule} as published",
            of_pairs("gpt-42m", base, f"{ours}-paper")),
-          (f"a smaller model, {rule}, examples/train_gpt.py",
+          (f"GPT 42M, {rule}, examples/train_gpt.py",
            of_examples(base)),
       )),
-    *(Claim(f"Table 3, {model}, AdamW beside the control (ours)",
-            "how far runs that differ by chance come apart", beside_control(case),
+    *(Claim(f"Table 3, {model}, flash_adamw over the control (ours)",
+            "how far equal runs come apart", beside_control(case),
             str(findings.MARGIN))
-      for model, case in SHORT.items()),
+      for model, case in (("GPT-2 124M, 200 steps", SHORT), ("GPT-2 0.1M", SMALLEST))),
     Claim("Table 2, SGD", "no loss: ImageNet accuracy 77.01 ± 0.02 → 77.16 ± 0.09 %",
           Together(margin=ACCURACY, metric="val_accuracy")),
     Claim("Figure 2b, SGD", "nearly identical loss curves",
           Together(margin=CURVES)),
     Claim("Table 3, the same text", "GPT-2 124M, 20,000 steps of 0.5M tokens of FineWeb",
-          "needs FineWeb's 10 billion tokens and, at 0.4 million a second, 7 hours of a GPU a run"),
+          "needs FineWeb's 10 billion tokens and 7 hours of an H200 per run"),
     Claim("Table 3, in-context learning", "AdamW 44.0 → 45.0, Lion 44.0 → 44.7 %",
-          "needs that model and eight benchmarks' data"),
+          "needs that model and the data of eight benchmarks"),
     Claim("Table 2, Figures 2 and 6, ImageNet", "SGD 77.01 → 77.16, AdamW 75.51 → 75.67 % accuracy",
-          "needs ImageNet; above, a convnet on digits"),
+          "needs ImageNet; the table has a convnet on digits"),
     Claim("Table 2, Figures 2 and 8, GSM8k", "75.09 ± 0.40 → 74.98 ± 0.77 % accuracy",
           "needs the weights of Llama-3.1-8B, 26 billion tokens and many GPUs"),
     # memory
@@ -289,19 +303,17 @@ CLAIMS: tuple[Claim, ...] = (
           bytes_a_parameter(LLAMA, "12", "5", gradients=False), DIGITS),
     Claim("§3.4, checkpoint of a 7B model", "84 → 35 GB (no scales)", of_7b, DIGITS),
     Claim("Abstract, checkpoint size", "cut by more than half", on_disk, "at most half"),
-    *(Claim(f"Table {TABLES[model]}, {name}: {what}", f"{plain} → {flash} GiB",
-            gib(f"{model}/{optimizer}", metric, plain, flash, impl), DIGITS)
-      for (model, optimizer), name in PROFILED.items()
-      for what, metric, plain, flash, impl in _profile(model, optimizer)),
-    *(Claim(f"Table {table}, {what}: all of it", says,
-            "has gradients and what PyTorch's allocator holds beside; the rows above count weights "
-            "and state")
+    *(Claim(f"Table {TABLES[model]}, {name}",
+            _sizes(WEIGHTS[model], _states(model, optimizer)), gib(model, optimizer), DIGITS)
+      for (model, optimizer), name in PROFILED.items()),
+    *(Claim(f"Table {table}, total of {what}", says,
+            "with gradients and PyTorch's allocator; the table has weights and state")
       for table, what, says in (
           ("6", "ResNet-50, SGD and AdamW", "0.30 → 0.17 and 0.40 → 0.20 GiB"),
           ("8", "GPT-2 124M, AdamW and Lion", "1.77 → 0.74 and 1.30 → 0.62 GiB"),
       )),
     Claim("Table 4 and Figure 1, peak of finetuning Llama-3.1-8B", "175.2 → 112.9 GiB",
-          "needs several GPUs with the weights sharded over them, and the finetuning itself"),
+          "needs the fine-tuning on several GPUs"),
     # speed
     *(Claim(f"Table {table}, step of {what}", f"{plain} → {flash} ms (x {flash / plain:.2f})",
             step_time(case, plain, flash), RATIO)
@@ -313,31 +325,24 @@ CLAIMS: tuple[Claim, ...] = (
           ("4", "Llama-3.1-8B, AdamW (ours: Llama-3.2-1B)", "llama-3.2-1b/adamw", 12.5, 11.5),
       ]),
     Claim("Tables 4, 6 and 8, steps of the ablations", "x 0.84 to 1.06 of the reference",
-          "`step` times whole optimizers: it has no weight split or 8-bit moments alone"),
+          "`benchmarks.run step` times whole optimizers only"),
     # codes
-    *(Claim(f"Figure 3, {target} weight: mean relative error of an f32", says,
-            split_error(target, scheme, holds))
-      for target, scheme, says, holds in [
-          ("bf16", "ulp-32", "16-bit correction: under 1e-9", lambda e: e < 1e-9),
-          ("bf16", "float", "bf16 correction: over 1e-6", lambda e: e > 1e-6),
-          ("bf16", "ulp-24", "8-bit correction: like the bf16 one", lambda e: 1e-6 < e < 1e-5),
-      ]),
+    Claim("Figure 3, bf16 weight, error with a correction of 16 bits, bf16, 8 bits",
+          "under 1e-9, over 1e-6, like bf16's",
+          split_errors("bf16", {"ulp-32": lambda e: e < 1e-9, "float": lambda e: e > 1e-6,
+                                "ulp-24": lambda e: 1e-6 < e < 1e-5})),
+    Claim("Figure 3, fp16 weight, with 16 bits (normal range), 8 bits", "none, under 1e-6",
+          split_errors("fp16", {"ulp-32": lambda e: e == 0, "ulp-24": lambda e: e < 1e-6})),
     Claim("§4.4, 16-bit correction of bf16", "99.92 % bit for bit", exact_share, DIGITS),
-    *(Claim("Figure 3, fp16 weight: mean relative error of an f32", says,
-            split_error("fp16", scheme, holds))
-      for scheme, says, holds in [
-          ("ulp-32", "16-bit correction: none (normal range)", lambda e: e == 0),
-          ("ulp-24", "8-bit correction: under 1e-6", lambda e: e < 1e-6),
-      ]),
     *(Claim(f"Figure 4, {slot} of {name}, {model}", f"companding lowers the error{much}",
             moments(preset, rule, letter, share), same)
-      for preset, model in (("gpt2-124m", "GPT-2 124M"), ("gpt-42m", "a GPT of 42M"))
+      for preset, model in (("gpt2-124m", "GPT-2 124M"), ("gpt-42m", "GPT 42M"))
       for rule, name, slot, letter, much, share, same in (
           ("adam", "AdamW", "momentum", "m", "", 1.0, "a lower median and 95th percentile"),
           ("adam", "AdamW", "variance", "v", " substantially", 0.5,
            "under half, of both percentiles"),
           ("lion", "Lion", "momentum", "m", "", 1.0, "a lower median and 95th percentile"),
       )),
-    Claim("Figure 5, a GPT of 42M", "a linear variance diverges, a companded one trains",
+    Claim("Figure 5, GPT 42M", "a linear variance diverges, a companded one trains",
           diverges, f"a loss over {DIVERGES:g} times the baseline's, or no number"),
 )  # fmt: skip

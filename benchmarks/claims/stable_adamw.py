@@ -114,7 +114,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("Figure 5, gradient clipping at norm 1",
           "removes the instability too, update clipping performs better", _clipping),
     Claim("Figure 5, zero-shot accuracy", "best with update clipping and a high b2",
-          "needs CLIP on LAION and ImageNet; above, a small transformer on made data"),
+          "needs CLIP on LAION and ImageNet"),
     Claim("Figure 14, b2 of 1 - t^-λ", "does not improve accuracy",
-          "as the row above; `b2_schedule` is that schedule"),
+          "needs CLIP on LAION and ImageNet"),
 )  # fmt: skip

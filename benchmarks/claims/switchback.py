@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.claims import (
-    ONE_SEED,
     Claim,
     Finding,
     Missing,
@@ -68,23 +67,23 @@ def _loss(
     try:
         others, _ = _values(rows, *starts, large=large)
     except Missing:
-        (others, _), where = _values(rows, *starts), ", with the smaller batch"
+        (others, _), where = _values(rows, *starts), " (smaller batch)"
     chance, more = over(others[OTHER_START], others[STANDARD]), over(losses[impl], losses[base])
     shown = percent(more) if math.isfinite(more) else "becomes NaN"
-    text = f"{about(used[0])}: {losses[base]:.4f} → {losses[impl]:.4f} ({shown}; "
-    text += f"other initial weights {percent(chance)}{where})"
+    text = f"{losses[base]:.4f} → {losses[impl]:.4f} ({shown})"
+    size = f"{about(used[0])}; another start: {percent(chance)}{where}"
     if expected in ("fails", "trains"):  # far more than seeds differ by
-        return judged(text, (more > FAILS) == (expected == "fails"), used, ONE_SEED)
+        return judged(text, (more > FAILS) == (expected == "fails"), used, size)
     holds = more <= CLOSE if expected == "close" else more > max(CLOSE, 2 * abs(chance))
-    return judged(text, of_one_seed(more, holds), used, ONE_SEED)
+    return judged(text, of_one_seed(more, holds), used, size)
 
 
 @measure
-def _features(rows: Rows, metric: str, when: str) -> Finding:
+def _features(rows: Rows, metric: str) -> Finding:
     """Mean magnitude behind the last layer, without and with layer scale."""
     found, used = _values(rows, metric, STANDARD, STANDARD_SCALED)
     without, scaled = found.values()
-    text = f"behind the last layer, {when}: {without:.3g} → {scaled:.3g}"
+    text = f"behind the last layer: {without:.3g} → {scaled:.3g} with layer scale"
     return judged(text, scaled < without, used)
 
 
@@ -105,6 +104,10 @@ def _power(of: dict[int, dict]) -> float:
     return float(np.polyfit(np.log(list(of)), np.log([row["value"] for row in of.values()]), 1)[0])
 
 
+def _span(values: list[float]) -> str:
+    return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (min(values), max(values))))
+
+
 def _growth(rows: Rows) -> Finding:
     found = some(_variances(rows, "error"))
     powers = [*map(_power, found.values())]
@@ -112,9 +115,9 @@ def _growth(rows: Rows) -> Finding:
         draw: [*map(_power, _variances(rows, "relative", draw).values())]
         for draw in ("normal", "student-t(4)")
     }
-    texts = [f"{min(v):.2f} to {max(v):.2f} ({draw})" for draw, v in relative.items() if v]
-    text = f"with the length to the power of {min(powers):.2f} to {max(powers):.2f}; "
-    text += f"of the sums' own variance: {', '.join(texts)}"
+    texts = [f"{_span(v)} ({draw})" for draw, v in relative.items() if v]
+    text = f"with the length to the power of {_span(powers)}; relative to the sums' variance "
+    text += ", ".join(texts)
     used = [row for of in found.values() for row in of.values()]
     return judged(text, min(powers) >= 1 - EQUAL, used)
 
@@ -143,7 +146,7 @@ def _clip(rows: Rows) -> Finding:
     own = relative["weight gradient"][CLIP_TOKENS]["value"]
     owns = [own / relative["forward"][dim]["value"] for dim in CLIP_DIMS]
     text = " and ".join(f"x {ratio:.1f}" for ratio in ratios)
-    text += f" for normal numbers (of the sums' own variance x {owns[0]:.2f} and x {owns[1]:.2f})"
+    text += f" (relative to the sums' variance x {owns[0]:.2f} and x {owns[1]:.2f})"
     same = all(r >= CLIP_TOKENS / dim for r, dim in zip(ratios, CLIP_DIMS, strict=True))
     return judged(text, same, used)
 
@@ -198,10 +201,10 @@ def _whole_model(rows: Rows, impl: str) -> Finding:
     ours = [row for row in select(ours, **run) if row["flags"] | flags == plain["flags"]]
     gains = {row["flags"]["linear"]: row["value"] / plain["value"] - 1 for row in ours}
     shown = ", ".join(
-        f"{row['value']:,.0f} ({name}, {100 * gain:+.1f} %)"
-        for row, (name, gain) in zip(ours, gains.items(), strict=True)
+        f"{row['value']:,.0f} ({100 * gain:+.1f} %)"
+        for row, gain in zip(ours, gains.values(), strict=True)
     )
-    text = f"{plain['value']:,.0f} → {shown} tokens/s"
+    text = f"Llama-3.2-1B: {plain['value']:,.0f} → {shown} tokens/s"
     return judged(text, max(gains.values()) >= END_TO_END, [plain, *ours])
 
 
@@ -212,20 +215,27 @@ def _beside_llm_int8(rows: Rows) -> Finding:
         names = INT8, ALL_INT8, STANDARD
         found, own = _values(rows, "tokens_per_s", *names, large=large)
         ours, theirs = (found[name] / found[STANDARD] for name in names[:2])
-        said.append(f"{own[0]['flags']['tokens']:,} tokens a step: x {ours:.2f} and x {theirs:.2f}")
+        tokens = own[0]["flags"]["tokens"]
+        said.append(f"x {ours:.2f} and x {theirs:.2f} at {tokens:,} tokens per step")
         holds, used = holds and theirs <= min(1, ours), used + own
-    return judged("; ".join(f"{one} of bf16's tokens/s" for one in said), holds, used)
+    return judged("of bf16's tokens/s: " + "; ".join(said), holds, used)
 
 
+def trained(large: bool) -> list[Claim]:
+    """Return the claims of Figure 1 on losses, with a batch of 8,192 or 65,536 tokens."""
+    where = ", a large batch" if large else ""
+    near, far = (f"{points} points of accuracy under bf16" for points in (0.1, 5.9))
+    return [
+        Claim(f"Figure 1, SwitchBack, int8{where}", near, _loss(INT8, "close", large=large)),
+        Claim(f"Figure 1, SwitchBack, fp8{where}", near, _loss(FP8, "close", large=large)),
+        Claim(f"Figure 1, LLM.int8(){where}", far, _loss(ALL_INT8, "worse", large=large)),
+    ]
+
+
+FEATURES = "large in later layers without layer scale, small with it"
 CLAIMS: tuple[Claim, ...] = (
     # training
-    *(Claim(f"Figure 1, SwitchBack, {name}{where}",
-            "CLIP ViT-Huge: 0.1 points of accuracy under bf16", _loss(impl, "close", large=large))
-      for name, impl in (("int8", INT8), ("fp8", FP8))
-      for where, large in (("", False), (", a large batch", True))),
-    *(Claim(f"Figure 1, LLM.int8(){where}", "5.9 points of accuracy under bf16",
-            _loss(ALL_INT8, "worse", large=large))
-      for where, large in (("", False), (", a large batch (appendix D.3)", True))),
+    *trained(False),
     Claim("§2.2.1, SwitchBackM", "negligible differences", _loss(M, "close", INT8)),
     Claim("§2.2.1, SwitchBackQ", "a scale per row of W: no better accuracy",
           _loss(Q, "close", INT8)),
@@ -237,17 +247,14 @@ CLAIMS: tuple[Claim, ...] = (
       for name, impl in (("gradient clipping", CLIPPED), ("KQ layer norm", KQ_NORM))),
     Claim("Figure 2, with zero-init layer scale", "trains without diverging",
           _loss(SCALED, "trains", STANDARD_SCALED)),
-    Claim("Figure 2, features at init",
-          "without layer scale the mean magnitude is high for later layers, with it it is not",
-          _features("first_features", "at init")),
-    Claim("Figure 2, features at the end",
-          "without layer scale the mean magnitude is high for later layers, with it it is not",
-          _features("last_features", "at the end")),
+    *trained(True),
+    Claim("Figure 2, features at init", FEATURES, _features("first_features")),
+    Claim("Figure 2, features at the end", FEATURES, _features("last_features")),
     Claim("Figure 1, CLIP ViT-Base to Huge", "zero-shot accuracy on ImageNet",
-          "needs LAION-2B and 2.9e20 operations a run; above, a language model"),
+          "needs LAION-2B and 2.9e20 operations per run; the table has a language model"),
     Claim("Figures 11 and 21, maxima of features and gradients",
           "grow without layer scale, and jump where the loss does",
-          "of CLIP on LAION; above, mean magnitudes of features in a language model"),
+          "need CLIP on LAION; the table has mean magnitudes in a language model"),
     # analysis
     Claim("Appendix D.2, variance of the error", "grows with the inner dimension", _growth),
     Claim("Appendix D.1, equation 12", "k σq² (σu² + σv² + σq²), measured σq²", _predicted),
@@ -256,12 +263,12 @@ CLAIMS: tuple[Claim, ...] = (
     # speed
     *(Claim(f"Figures 6, right, and 10, a layer in {name}",
             "5 to 35 % faster, more for larger sizes", _speedup(impl))
-      for name, impl in (("int8", INT8), ("fp8 (the paper: int8)", FP8))),
+      for name, impl in (("int8", INT8), ("fp8 (paper: int8)", FP8))),
     Claim("Figure 6, left, int8 products", "just over half the time of fp16's", _multiplies),
     Claim("Figure 7, left, quantizing", "at most 25 % of a layer's time", _share),
-    *(Claim(f"Figure 7, right, a whole model in {name} (ours: Llama-3.2-1B)",
+    *(Claim(f"Figure 7, right, a whole model in {name}",
             "CLIP ViT-Huge 13 % faster than with nn.Linear", _whole_model(impl))
-      for name, impl in (("int8", INT8), ("fp8 (the paper: int8)", FP8))),
+      for name, impl in (("int8", INT8), ("fp8 (paper: int8)", FP8))),
     Claim("Figure 8, a whole model, SwitchBack against LLM.int8()",
           "faster than LLM.int8(), which gives no speed-up over bf16", _beside_llm_int8),
     Claim("Algorithm 3, what SwitchBackM keeps for the backward pass", "8-bit tensors only",

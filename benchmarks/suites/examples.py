@@ -25,12 +25,6 @@ def train(rows: Rows) -> Table:
     return ["model", "device", "optimizer", "seeds", "validation loss"], body, found
 
 
-def pairs(rows: Rows) -> Table:
-    body, used = findings.all_pairs(select(rows, bench="train"))
-    head = ["run", "device", "against", "metric", "seeds", "means and paired difference", ""]
-    return head, body, used
-
-
 STEP, RUN = "llama-3.2-1b/flash_muon", "gpt-42m batch=8/flash_muon"
 
 
@@ -60,6 +54,5 @@ def muon(rows: Rows) -> Table:
 
 TABLES = {
     "train": Rendered(train, "examples/train_gpt.py --seeds 3"),
-    "pairs": Rendered(pairs, "examples/train_gpt.py --seeds 3"),
     "muon": Rendered(muon, "step --leaf-set llama-3.2-1b --optimizer flash_muon"),
 }

@@ -221,13 +221,6 @@ def texts(rows: Rows) -> Table:
     return ["", f'"{prompt}"'], body, used
 
 
-def packages(rows: Rows) -> Table:
-    """Whose docstrings the runs of a table have."""
-    used = [row for of in by_impl(rows).values() for row in of["val_loss"].values()][-1:]
-    counts = used[0]["docstrings"] if used else {}
-    return ["package", "docstrings"], [[name, f"{n:,}"] for name, n in counts.items()], used
-
-
 def draw() -> Any:
     from benchmarks import style
     from benchmarks.style import plt
@@ -265,6 +258,5 @@ def draw() -> Any:
 FIGURES = {"finetune": draw}
 TABLES = {
     "finetune": Rendered(table, "finetune --model smollm2"),
-    "finetune_packages": Rendered(packages, "finetune --model smollm2"),
     "finetune_texts": Rendered(texts, "finetune --model smollm2"),
 }

@@ -100,11 +100,11 @@ def budget(rows: Rows) -> Table:
     every = records.select(rows, bench="memory", case="llama-3.1-8b/budget")
     found = [row for row in every if row["impl"] in BUDGETS]
     body = [
-        [f"`{impl}`", *(cell(of[metric], "{:.2f}") for metric in ("weights", "state", "total"))]
+        [f"`{impl}`", *(cell(of[metric], "{:.2f}") for metric in ("state", "total"))]
         for impl, of in records.grouped(found, "impl", "metric").items()
     ]
     body.sort(key=lambda row: -float(row[-1]))
-    return ["bytes per parameter of Llama-3.1-8B", "weights", "state", "both"], body, found
+    return ["bytes per parameter of Llama-3.1-8B", "state", "with weights"], body, found
 
 
 TABLES = {"budget": Rendered(budget, "memory")}

@@ -231,10 +231,10 @@ def comparison(rows: Rows) -> Table:
         ]
         chosen = "after" if row["late"] else "before"
         body.append([name, row["mode"], f"`{row['impl']}`", row["shape"], f"{size / GIB:.2f}",
-                     *cells, f"{chosen} {FROZEN}"])  # fmt: skip
+                     *cells, chosen])  # fmt: skip
         used += of.values()
     head = ["", "mode", "optimizer", "batch", "planned, GiB", "compiled, GiB", "measured, GiB",
-            "chosen"]  # fmt: skip
+            f"chosen before or after {FROZEN}"]  # fmt: skip
     return head, body, used
 
 

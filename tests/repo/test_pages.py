@@ -112,6 +112,12 @@ def test_user_pages_are_short():
     assert not re.findall(r"\b(?=\w*\d)(?=\w*[a-f])[\da-f]{7,40}\b", "\n".join(lines))  # commits
 
 
+def test_results_have_two_levels():
+    """The results and their tables are short; the rest is in the records."""
+    pages = (DOCS / "results").glob("*.md")
+    assert sum(len(page.read_text("utf-8").split()) for page in pages) <= 20_000
+
+
 # ---- commands ------------------------------------------------------------------------------------
 EXAMPLE = re.compile(
     r"python examples/(train_\w+|finetune)\.py((?: (?!#|and\b)(?:'[^']*'|[\w./=:,-]+))*)"

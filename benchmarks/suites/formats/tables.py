@@ -116,13 +116,15 @@ _BY = {"median_nmse": "NMSE", "mse": "MSE"}
 
 
 def _floor(found: Measured) -> Lines:
-    for table in dict.fromkeys(row["case"].partition("/")[2] for row in found.rows):
-        if table.startswith("floor at "):
-            values = found.values(table)
-            for name in FLOORS:
-                largest = f"{values[name, 'largest_step']:.1f}"
-                lost = number(values[name, "lost_share"])
-                yield [table.removeprefix("floor at "), name, lost, largest]
+    floors = "floor at "
+    tables = {row["case"].partition("/")[2] for row in found.rows}
+    steps = [int(name.removeprefix(floors)) for name in tables if name.startswith(floors)]
+    if not steps:
+        return
+    values = found.values(f"{floors}{max(steps)}")
+    for name in FLOORS:
+        largest = f"{values[name, 'largest_step']:.1f}"
+        yield [name, number(values[name, "lost_share"]), largest]
 
 
 def four_bits(rows: Rows) -> Table:
@@ -151,7 +153,7 @@ TABLES = {
         ["optimizer", "m; v", "bytes of both", "median NMSE", "MSE"], _optimizers
     ),
     "formats_floor": _table(
-        ["step", "codec of v", "elements with code 0 though v > 0", "largest step / lr"], _floor
+        ["codec of v", "elements with code 0 though v > 0", "largest step / lr"], _floor
     ),
     "four_bits": Rendered(four_bits, "four_bits"),
 }  # fmt: skip

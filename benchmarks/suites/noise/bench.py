@@ -132,7 +132,7 @@ def train_rows(args: argparse.Namespace, optimizer: str) -> records.Rows:
         values = {
             "tokens_per_s": (rate, "tokens/s"),
             "overhead": (statistics.median(ratios) - 1, "of the time without noise"),
-            "extra_bytes": (extra, "bytes a sampled parameter"),
+            "extra_bytes": (extra, "bytes per sampled parameter"),
             "peak_bytes": (one.peak_bytes, "bytes"),
         }
         more = {"batch": batch, "sequence": length, "attention": args.attention}

@@ -30,7 +30,7 @@ def steps(rows: Rows) -> Table:
                     cell(of["overhead"], "{:.2f} %", 0.01), cell(of["extra_bytes"], "{:.3f}"),
                     cell(of["peak_bytes"], "{:.2f}", GIB),
                 ])  # fmt: skip
-    head = ["model", "noise", "tokens/s", "more time a step", "bytes a sampled parameter",
+    head = ["model", "noise", "tokens/s", "more time per step", "bytes per sampled parameter",
             "peak GiB"]  # fmt: skip
     return head, body, used
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
 from typing import Any
 
-from benchmarks.claims import Missing
-from benchmarks.claims.equivalence import Margin
-from benchmarks.claims.findings import MARGIN, Pair, Trained, beside
+from benchmarks.claims import UNDECIDED, Missing
+from benchmarks.claims.equivalence import Margin, pairs_needed
+from benchmarks.claims.findings import MARGIN, POWER, Pair, Trained, beside, over_parts
 from benchmarks.records import Rows, last
-from benchmarks.render import Rendered, Table
+from benchmarks.render import Rendered, Table, without_repeats
 from benchmarks.suites.pairs.presets import VARIANTS
 
 PRESET, RULE, BASE = "gpt-42m", "adam", "adamw"
@@ -79,15 +81,20 @@ def table(rows: Rows) -> Table:
     found, plain = choices(rows), size_of(rows, BASE)
     body, used = [], []
     if found and plain:
-        body.append([plain["says"], f"{plain['value']:.2f}", "", "baseline", "", ""])
+        body.append([plain["says"], f"{plain['value']:.2f}", "", "baseline", "", "", ""])
         used.append(plain)
     for one in found:
-        seeds = str(len(one.pair.plain))
-        body.append([one.size["says"], f"{one.size['value']:.2f}", seeds, str(one.pair.interval),
-                     str(one.margin), one.pair.verdict(one.margin)])  # fmt: skip
+        seeds, verdict = len(one.pair.plain), one.pair.verdict(one.margin)
+        deviation = statistics.stdev(one.pair.differences) if seeds > 1 else math.nan
+        spread = f"{deviation:.2f} %" if seeds > 1 else ""
+        needed = verdict == UNDECIDED and seeds > 1
+        body.append([one.size["says"], f"{one.size['value']:.2f}", str(seeds),
+                     str(one.pair.interval), spread,
+                     f"{pairs_needed(deviation, one.margin, POWER):,}" if needed else "",
+                     verdict])  # fmt: skip
         used += [one.size, *one.pair.rows]
     head = ["weights and state", "bytes per parameter", "seeds", "held-out loss over AdamW's",
-            "the same means", ""]  # fmt: skip
+            "deviation of a pair", "seeds needed", ""]  # fmt: skip
     return head, body, used
 
 
@@ -109,22 +116,23 @@ def larger(rows: Rows) -> Table:
             found = Trained(LARGER, BASE, name, margin=LARGER_MARGIN, bench="pairs")(rows)
         except Missing:
             continue
-        body.append([size["says"] if size else name, found.scale, found.measured,
-                     str(LARGER_MARGIN), found.verdict])  # fmt: skip
+        body.append([size["says"] if size else name, found.scale, found.measured, found.verdict])
         used += found.rows
-    return ["state", "run", "we measured", "the same means", ""], body, used
+    return ["state", "run", "held-out loss", ""], without_repeats(body, [1]), used
 
 
 def long_run(rows: Rows) -> Table:
-    head = ["run", "we measured", "tokens/s of each", "the same means", ""]
+    head = ["run", "held-out loss", "over parts of the held-out text", "tokens/s of each", ""]
+    trained = Trained(LONG_RUN, BASE, "flash_adamw", bench="pairs")
     try:
-        found = Trained(LONG_RUN, BASE, "flash_adamw", bench="pairs")(rows)
+        found = trained(rows)
     except Missing:
         return head, [], []
+    parts = str(over_parts(trained.pair(rows)))
     speeds = [last(rows, bench="pairs", case=LONG_RUN, impl=row["impl"], metric="tokens_per_s")
               for row in found.rows]  # fmt: skip
     shown = " → ".join(f"{row['value']:,.0f}" for row in speeds if row)
-    body = [[found.scale, found.measured, shown, str(MARGIN), found.verdict]]
+    body = [[found.scale, found.measured, parts, shown, found.verdict]]
     return head, body, found.rows
 
 
@@ -137,9 +145,9 @@ def adam_mini(rows: Rows) -> Table:
             continue
         margin = FOUR_BITS if "four-bit" in name else MARGIN
         body.append([f"{VARIANTS[name].says}, over {VARIANTS[base].says}", str(len(pair.plain)),
-                     str(pair.interval), str(margin), pair.verdict(margin)])  # fmt: skip
+                     str(pair.interval), pair.verdict(margin)])  # fmt: skip
         used += pair.rows
-    return ["trained", "seeds", "held-out loss", "the same means", ""], body, used
+    return ["trained", "seeds", "held-out loss", ""], body, used
 
 
 TABLES = {

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.records import Rows, by_gpu, grouped, on_gpus, select
+from benchmarks.records import Rows, by_gpu, gpu_name, grouped, on_gpus, select
 from benchmarks.render import Rendered, Table, cell
 
 BASE = "optax-f32"
@@ -12,9 +12,8 @@ ORDER = ("lowmem", "optax", "flashoptim", "torch", "bitsandbytes")  # of impleme
 TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
 # columns of `gpu_step`, and what it shows of optimizers other than AdamW
 SHOWN = (("H100", "llama-3.2-1b"), ("H100", "gpt2-124m"), ("H200", "llama-3.2-1b"))
-OF_OTHERS = (
-    "lowmem.step", "lowmem.step-nearest", "lowmem.step-triton", "lowmem.step-4bit", "flashoptim",
-)  # fmt: skip
+OF_OTHERS = ("lowmem.step", "lowmem.step-4bit", "flashoptim")
+AGAIN = "lowmem.step-stochastic"  # the default, measured once more
 MIB = 2.0**20
 
 
@@ -54,13 +53,14 @@ def cpu_compile(rows: Rows) -> Table:
 
 def call(rows: Rows) -> Table:
     found, body = select(rows, bench="call"), []
-    for device, of_cases in grouped(found, "device", "case", "impl", "metric").items():
+    for of_cases in grouped(found, "device", "case", "impl", "metric").values():
         for case, of_impls in of_cases.items():
             base = of_impls["optax.adamw"]["host_ms"]["value"]
             for impl, of in of_impls.items():
                 ms = of["host_ms"]
                 cells = cell(of["arrays"], "{:,.0f}"), cell(ms, "{:.1f} ms")
-                body.append([device, case, impl, *cells, cell(ms, "{:.2f} x", base)])
+                gpu = gpu_name(ms)
+                body.append([gpu, case, impl, *cells, cell(ms, "{:.2f} x", base)])
     return ["host of", "leaves", "step", "arrays in and out", "a call", "x optax"], body, found
 
 
@@ -73,7 +73,7 @@ def gpu_step(rows: Rows) -> Table:
     for optimizer in dict.fromkeys(row["case"].split("/")[-1] for row in every):
         found = [gpus[gpu].get(f"{model}/{optimizer}", {}) for gpu, model in shown]
         impls = {impl for of in found for impl in of if optimizer == "adamw" or impl in OF_OTHERS}
-        for impl in _sorted(impls):
+        for impl in _sorted(impls - {AGAIN}):
             cells = []
             for of_case in found:
                 of, base = of_case.get(impl, {}), of_case.get(BASE, {}).get("device_ms")

@@ -22,14 +22,13 @@ def steps(rows: Rows) -> Table:
         cells = []
         for case in LEAVES:
             of = values(impl, case).values()
-            cells.append([f"{one['traffic_ratio']:.2f} x" for one in of])
-            cells.append([f"{one['temp_bytes'] / 1e6:,.1f} MB" for one in of])
+            cells.append([f"{one['traffic_ratio']:.2f} x, {one['temp_bytes'] / 1e6:,.1f} MB"
+                          for one in of])  # fmt: skip
         cells.append([f"{one['cycles'] / bases[chip]['cycles']:.1f} x"
                       for chip, one in values(impl, _CYCLES).items()
                       if "cycles" in one and chip in bases])  # fmt: skip
         body.append([f"`{impl}`", *(" / ".join(dict.fromkeys(each)) for each in cells)])
-    head = [f"{case}, {what}" for case in LEAVES for what in ("traffic", "temporaries")]
-    return ["step", *head, f"{_CYCLES}, XLA's cycles over `{BASE}`'s"], body, found
+    return ["step", *LEAVES, f"{_CYCLES}, XLA's cycles over `{BASE}`'s"], body, found
 
 
 TABLES = {"tpu": Rendered(steps, "tpu")}
