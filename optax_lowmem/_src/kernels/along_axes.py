@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
+from jax.experimental.custom_partitioning import SdyShardingRule
 
 from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.kernels.fallback import with_fallback
-from optax_lowmem._src.kernels.partitioned import EVERY, Partition, Tiles
+from optax_lowmem._src.kernels.partitioned import EVERY, Factor, Partition, Tiles, sharding_rule
 
 # Names of an array's axes. Axes with one name share a sharding; `n groups` has the groups of `n`.
 # Each device has the whole axis where the name is None.
@@ -289,32 +289,17 @@ class _AlongAxes(Partition):
                 yield axis, places[:, d]
 
     def rule(self) -> SdyShardingRule:
-        """Return the rule: axes of one name have one sharding, and groups stay whole."""
-        whole: list[str] = []
-        sizes: dict[str, Any] = {}
+        """Return the rule: axes of one name have one sharding, in whole units."""
 
-        def factor(name: str | None) -> Any:
+        def factor(name: str | None) -> Factor | None:
             axis = self._axis(name)
             if axis is None:
-                whole.append(f"whole{len(whole)}")
-                return whole[-1]
+                return None
             size, unit = self._axes[axis]
-            if unit == 1 or name != axis:
-                return axis
-            whole.append(f"{axis}_lanes")
-            sizes.update({axis: size // unit, whole[-1]: unit})
-            return CompoundFactor(axis, whole[-1])
+            return Factor(axis, size // unit, unit if name == axis else 1)
 
-        mappings = [
-            [ArrayMapping(*map(factor, names)) for names in every]
-            for every in (self._operands, self._results)
-        ]
-        alone = {one for every in mappings for array in every for one in array}
-        return SdyShardingRule(
-            *map(tuple, mappings),
-            need_replication_factors=tuple(dict.fromkeys(whole)),
-            **{name: size for name, size in sizes.items() if name not in alone},
-        )
+        arrays = self._operands, self._results
+        return sharding_rule(*([[*map(factor, names)] for names in every] for every in arrays))
 
 
 def along_axes(

@@ -22,12 +22,17 @@ import math
 import re
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
@@ -111,6 +116,46 @@ class Tiles:
         for at, device in np.ndenumerate(self.devices):
             table[device] = np.multiply(at[:-1], sizes)
         return table
+
+
+class Factor(NamedTuple):
+    """A dimension of an array that may be sharded, in units of neighbours on one device.
+
+    Dimensions with one name have one sharding. Elements in 3 groups of 32 are `Factor("n", 3, 32)`,
+    and their scales `Factor("n", 3)`.
+    """
+
+    name: str
+    units: int
+    unit: int = 1
+
+
+def sharding_rule(
+    operands: Sequence[Sequence[Factor | None]], results: Sequence[Sequence[Factor | None]]
+) -> SdyShardingRule:
+    """Return Shardy's rule for arrays of these dimensions; None is a replicated dimension."""
+    replicated: list[str] = []
+    sizes: dict[str, Any] = {}
+
+    def mapping(dimension: Factor | None) -> Any:
+        if dimension is not None and dimension.unit == 1:
+            return dimension.name
+        replicated.append(f"replicated{len(replicated)}")
+        if dimension is None:
+            return replicated[-1]
+        sizes.update({dimension.name: dimension.units, replicated[-1]: dimension.unit})
+        return CompoundFactor(dimension.name, replicated[-1])
+
+    mappings = [
+        tuple(ArrayMapping(*map(mapping, dimensions)) for dimensions in arrays)
+        for arrays in (operands, results)
+    ]
+    inferred = {factor for arrays in mappings for array in arrays for factor in array}
+    return SdyShardingRule(
+        *mappings,
+        need_replication_factors=tuple(replicated),
+        **{name: size for name, size in sizes.items() if name not in inferred},
+    )
 
 
 class Partition(abc.ABC):

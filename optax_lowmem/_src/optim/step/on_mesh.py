@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
+from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from optax_lowmem._src.arrays import random
-from optax_lowmem._src.arrays.groups import group_count
 from optax_lowmem._src.arrays.sharding import (
     Placement,
     entry,
@@ -25,7 +24,7 @@ from optax_lowmem._src.arrays.sharding import (
     reshard_like,
 )
 from optax_lowmem._src.kernels import step_arguments
-from optax_lowmem._src.kernels.partitioned import EVERY, Partition, Tiles
+from optax_lowmem._src.kernels.partitioned import EVERY, Factor, Partition, Tiles, sharding_rule
 from optax_lowmem._src.optim.step.batch import LeafBatch, LeafState, Result
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK
@@ -200,27 +199,11 @@ class StepPartition(Partition):
 
     def rule(self) -> SdyShardingRule:
         """Return the rule: arrays of a leaf have one sharding, and groups stay whole."""
-        factors = [_Factors(f"leaf{i}_", plan) for i, plan in enumerate(self._plans)]
-        owner = {j: i for i, owners in enumerate(self._owners) for j in owners}
-        uncut: list[str] = []
-        mappings = []
-        for j, shape in enumerate(self._shapes):
-            if j in owner and len(shape) == len(self._plans[owner[j]].shape):
-                mappings.append(factors[owner[j]].of(shape, uncut))
-            else:
-                names = [f"operand{j}_{d}" for d in range(len(shape))]
-                uncut += names
-                mappings.append(ArrayMapping(*names))
-        sizes: dict[str, Any] = {}
-        for own in factors:
-            sizes |= own.sizes
-        alone = {name for mapping in mappings for name in mapping if isinstance(name, str)}
-        return SdyShardingRule(
-            tuple(mappings),
-            tuple(mappings[j] for j in self._likes),
-            need_replication_factors=tuple(dict.fromkeys(uncut)),
-            **{name: size for name, size in sizes.items() if name not in alone},
-        )
+        operands = [[None] * len(shape) for shape in self._shapes]
+        for i, (plan, owners) in enumerate(zip(self._plans, self._owners, strict=True)):
+            for j in owners:
+                operands[j] = _factors(f"leaf{i}_", plan, self._shapes[j])
+        return sharding_rule(operands, [operands[j] for j in self._likes])
 
 
 def _finest(plan: LeafPlan, given: Sequence[Tiles | None], count: int) -> Tiles:
@@ -253,36 +236,15 @@ def _like(plan: LeafPlan, cut: Tiles, shape: tuple[int, ...], count: int) -> Til
     return cut
 
 
-class _Factors:
-    """Names of the dimensions of a leaf's arrays, for Shardy."""
-
-    def __init__(self, prefix: str, plan: LeafPlan) -> None:
-        *rest, last = plan.shape
-        self.shape, self.prefix = plan.shape, prefix
-        self.sizes: dict[str, int] = {}
-        self.rest = [f"{prefix}{d}" for d in range(len(rest))]
-        size = plan.group_size if plan.in_groups else 1
-        self.groups = group_count(last, size) if last % size == 0 else 1
-
-    def of(self, shape: tuple[int, ...], uncut: list[str]) -> ArrayMapping:
-        """Return the names of an array's dimensions, adding those that are not cut to `uncut`."""
-        dims: list[Any] = []
-        for d, size in enumerate(shape[:-1]):
-            dims.append(self.rest[d] if size == self.shape[d] else self._uncut(d, size, uncut))
-        last, groups = shape[-1], f"{self.prefix}groups"
-        inner = last // self.groups
-        if self.groups == 1 or last % self.groups:
-            dims.append(self._uncut(len(shape) - 1, last, uncut))
-        elif inner == 1:
-            dims.append(groups)
-        else:
-            name = f"{self.prefix}lanes{inner}"
-            self.sizes |= {name: inner, groups: self.groups}
-            uncut.append(name)
-            dims.append(CompoundFactor(groups, name))
-        return ArrayMapping(*dims)
-
-    def _uncut(self, d: int, size: int, uncut: list[str]) -> str:
-        """Name a dimension that is not cut, and add the name to `uncut`."""
-        uncut.append(f"{self.prefix}{d}_of{size}")
-        return uncut[-1]
+def _factors(prefix: str, plan: LeafPlan, shape: tuple[int, ...]) -> list[Factor | None]:
+    """Return the factors of an array of a leaf; only dimensions of whole groups may be sharded."""
+    if len(shape) != len(plan.shape):
+        return [None] * len(shape)
+    factors = [
+        Factor(f"{prefix}{d}", size) if size == plan.shape[d] else None
+        for d, size in enumerate(shape[:-1])
+    ]
+    groups, rest = divmod(plan.shape[-1], plan.group_size if plan.in_groups else 1)
+    whole = groups > 1 and not rest and shape[-1] % groups == 0
+    of_last = Factor(f"{prefix}groups", groups, shape[-1] // groups) if whole else None
+    return [*factors, of_last]
