@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 pytest.importorskip("flax")
 
 from optax_lowmem import gaussws, layers  # noqa: E402
+from optax_lowmem._src.arrays.shards import EVERY, Shards  # noqa: E402
 from optax_lowmem._src.kernels import along_axes, gpu_kernel, partitioned, platform  # noqa: E402
 from optax_lowmem._src.kernels.fallback import with_fallback  # noqa: E402
-from optax_lowmem._src.kernels.partitioned import Tiles  # noqa: E402
 from optax_lowmem._src.layers.fp8_flow import fp8_kernel, kernels  # noqa: E402
 from optax_lowmem._src.layers.noise import kernels as noise  # noqa: E402
 from optax_lowmem._src.layers.noise import noise_kernel  # noqa: E402
@@ -444,13 +444,15 @@ def test_parts_lower_for_gpus(monkeypatch, on_hopper):
     with monkeypatch.context() as patch:
         patch.setattr(along_axes, "with_fallback", recorded)
         jax.make_jaxpr(step)(x, weights, x)
-    devices = gpu_mesh(**{partitioned.EVERY: 8})
+    devices = gpu_mesh(**{EVERY: 8})
     for partition, arrays in calls:
-        tiles = [
-            Tiles(np.arange(8).reshape(*(8 if name == "rows0" else 1 for name in names), -1))
+        shards = [
+            Shards.of_tiles(
+                np.arange(8).reshape(*(8 if name == "rows0" else 1 for name in names), -1)
+            )
             for names in partition._operands
         ]
-        cut, _, work = partition.cut(tiles, [None] * len(partition._results), 8)
+        cut, _, work = partition.cut(shards, [None] * len(partition._results), 8)
         parts = [
             jax.ShapeDtypeStruct(of_x.local(x.shape), x.dtype)
             for of_x, x in zip(cut, arrays, strict=True)

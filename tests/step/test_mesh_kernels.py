@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem import release
-from optax_lowmem._src.arrays.sharding import placement
+from optax_lowmem._src.arrays.sharding import named_sharding
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.optim.step import gpu as gpu_step
 from optax_lowmem._src.optim.step import on_mesh
@@ -227,7 +227,7 @@ def test_what_kernels_leave_to_xla_on_a_mesh():
 
     def reason(tx, spec):
         (plan,) = tx.engine.plans(params)
-        return on_mesh.unsupported(plan, placement("w", shape, spec, the_mesh))
+        return on_mesh.unsupported(plan, named_sharding("w", shape, spec, the_mesh))
 
     across = P(None, "a")
     assert "shards of 48 on the last axis, but groups of 32" in reason(made("flash_adamw"), across)

@@ -26,17 +26,6 @@ def scale_shape(shape: tuple[int, ...], group_size: int) -> tuple[int, ...]:
     return shape[:-1] + (group_count(shape[-1], group_size),)
 
 
-def cut_reason(length: int, parts: int, group_size: int) -> str | None:
-    """Describe how parts of a last axis cut through groups; None if they do not."""
-    size = length // parts
-    if parts == 1 or size % group_size == 0:
-        return None
-    return (
-        f"shards of {size} on the last axis, but groups of {group_size}: some groups span two "
-        "devices"
-    )
-
-
 def to_groups(x: jax.Array, group_size: int) -> jax.Array:
     """Reshape [..., n] to [..., groups, lanes]; pad a partial last group with zeros."""
     length = x.shape[-1]

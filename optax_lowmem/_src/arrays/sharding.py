@@ -6,7 +6,6 @@ two devices: it is compiled with Auto axes, and only its arguments and results h
 their types.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -14,108 +13,25 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from optax_lowmem._src.arrays import groups, trees
+from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.arrays.compiled import is_eager
-from optax_lowmem._src.arrays.typing import Shaped, Tree
+from optax_lowmem._src.arrays.groups import group_count
+from optax_lowmem._src.arrays.shards import Shards, axes_of, divides, spec_of
+from optax_lowmem._src.arrays.typing import Tree
 
-Axes = tuple[str, ...]  # mesh axes that shard one dimension, outermost first
 Sharding = NamedSharding | PartitionSpec | None  # of a leaf; None means replicated
 Given = TypeVar("Given")
 
 
-def entry(axes: Axes) -> None | str | Axes:
-    """Return the PartitionSpec entry of a dimension: None, one mesh axis, or a tuple of them."""
-    return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
-def axes_of(spec: PartitionSpec, rank: int) -> list[Axes]:
-    """Return the mesh axes that shard each dimension."""
-    entries = [*spec, *[None] * (rank - len(spec))]
-    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """The sharding of an array: its mesh, and the mesh axes that shard each dimension."""
-
-    mesh: Mesh | AbstractMesh
-    axes: tuple[Axes, ...]
-
-    def parts(self, dimension: int) -> int:
-        """Return the number of shards along a dimension."""
-        return self.count(self.axes[dimension])
-
-    def count(self, axes: Axes) -> int:
-        """Return the number of shards over some mesh axes."""
-        return math.prod(self.mesh.shape[axis] for axis in axes)
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """The PartitionSpec, with an entry for every dimension."""
-        return PartitionSpec(*map(entry, self.axes))
-
-    def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a shard."""
-        return tuple(size // self.parts(d) for d, size in enumerate(shape))
-
-    def starts(self, sizes: Sequence[int]) -> list[jax.Array]:
-        """Return the first index of this device's shard along each axis, in a `shard_map`.
-
-        `sizes` are those of a shard, in the unit of the index (elements or groups).
-        """
-        return [
-            lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size) if axes else jnp.uint32(0)
-            for axes, size in zip(self.axes, sizes, strict=True)
-        ]
-
-    def cut_groups(self, shape: tuple[int, ...], group_size: int) -> str | None:
-        """Describe how shards cut through groups of the last axis; None if they do not."""
-        return groups.cut_reason(shape[-1], self.parts(-1), group_size)
-
-    def cuts_some(self, shape: tuple[int, ...], group_sizes: Iterable[int]) -> bool:
-        """Return whether shards cut through groups of any of these sizes."""
-        return any(self.cut_groups(shape, size) for size in group_sizes)
-
-    def of_state(
-        self, whole: tuple[int, ...], shape: tuple[int, ...], group_sizes: Iterable[int]
-    ) -> NamedSharding:
-        """Return the sharding of a state array, of shape `shape`, of a parameter of shape `whole`.
-
-        It is the parameter's, but replicated along axes whose shards would cut through a group or a
-        head, and fully replicated if the number of dimensions differs.
-        """
-        sizes = frozenset(group_sizes)
-        axes: list[Axes] = []
-        if len(shape) == len(whole):
-            for d, names in enumerate(self.axes):
-                axes.append(names if self._splits(whole, d, shape[d], sizes) else ())
-        return NamedSharding(self.mesh, PartitionSpec(*map(entry, axes)))
-
-    def _splits(
-        self, whole: tuple[int, ...], d: int, entries: int, group_sizes: frozenset[int]
-    ) -> bool:
-        """Return whether `entries` entries along a dimension can be sharded as the parameter's are.
-
-        Neighbours that one entry covers (a group, a head) must be in one shard.
-        """
-        if whole[d] == entries:
-            return True
-        if entries == 0 or entries % self.parts(d):
-            return False
-        if any(entries == groups.group_count(whole[d], size) for size in group_sizes):
-            return d < len(whole) - 1 or not self.cuts_some(whole, group_sizes)
-        return whole[d] % entries == 0
-
-
-def placement(
+def named_sharding(
     path: str, shape: tuple[int, ...], sharding: Sharding, mesh: Mesh | AbstractMesh
-) -> Placement:
-    """Check the sharding of an array, and return it as a `Placement`; `mesh` is of a PartitionSpec.
+) -> NamedSharding:
+    """Check the sharding of an array, and return it with an entry for every dimension.
 
-    Raises if the mesh lacks an axis, or an axis is named twice or does not divide its dimension.
+    `mesh` is of a PartitionSpec. Raises if the mesh lacks an axis, or an axis is named twice or
+    does not divide its dimension.
     """
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding or PartitionSpec()
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else mesh
@@ -129,15 +45,15 @@ def placement(
             raise ValueError(f"{where}: the mesh has no axis '{axis}', only {tuple(mesh.shape)}.")
         if named.count(axis) > 1:
             raise ValueError(f"{where}: axis '{axis}' is named twice.")
-    placed = Placement(mesh, tuple(axes))
-    for d, size in enumerate(shape):
-        if size % placed.parts(d):
+    checked = NamedSharding(mesh, spec_of(axes))
+    for d, parts in enumerate(Shards.of(checked, len(shape)).parts):
+        if not divides(parts, shape[d]):
             raise ValueError(
-                f"{where}: {' x '.join(axes[d])} makes {placed.parts(d)} parts, which do not "
-                f"divide dimension {d} ({size}). Choose another dimension or mesh, or pad the "
+                f"{where}: {' x '.join(axes[d])} makes {parts} parts, which do not divide "
+                f"dimension {d} ({shape[d]}). Choose another dimension or mesh, or pad the "
                 "parameter."
             )
-    return placed
+    return checked
 
 
 def state_sharding(
@@ -147,14 +63,39 @@ def state_sharding(
     shape: tuple[int, ...],
     group_sizes: Iterable[int],
 ) -> Given | NamedSharding:
-    """Return the sharding of a state array, by `Placement.of_state`.
+    """Return the sharding of a state array, of shape `shape`, of a parameter of shape `whole`.
 
-    A sharding other than a NamedSharding is returned unchanged.
+    It is the parameter's, but replicated along axes whose shards would cut through a group or a
+    head, and fully replicated if the number of dimensions differs. A sharding other than a
+    NamedSharding is returned unchanged.
     """
     if not isinstance(sharding, NamedSharding):
         return sharding
-    place = placement(path, whole, sharding, sharding.mesh)
-    return place.of_state(whole, shape, group_sizes)
+    checked = named_sharding(path, whole, sharding, sharding.mesh)
+    if len(shape) != len(whole):
+        return NamedSharding(checked.mesh, PartitionSpec())
+    parts, sizes = Shards.of(checked, len(whole)).parts, tuple(group_sizes)
+    axes = [
+        names if _shards_alike(whole, d, parts[d], shape[d], sizes) else ()
+        for d, names in enumerate(axes_of(checked.spec, len(whole)))
+    ]
+    return NamedSharding(checked.mesh, spec_of(axes))
+
+
+def _shards_alike(
+    whole: tuple[int, ...], d: int, parts: int, entries: int, group_sizes: tuple[int, ...]
+) -> bool:
+    """Return whether `entries` entries along a dimension can be sharded as the parameter's are.
+
+    Neighbours that one entry covers (a group, a head) must be in one shard.
+    """
+    if whole[d] == entries:
+        return True
+    if entries == 0 or not divides(parts, entries):
+        return False
+    if any(entries == group_count(whole[d], size) for size in group_sizes):
+        return d < len(whole) - 1 or divides(parts, whole[d], math.lcm(*group_sizes))
+    return whole[d] % entries == 0
 
 
 def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | AbstractMesh:
@@ -204,12 +145,14 @@ def sharding_leaves(params: optax.Params, shardings: object) -> list[Sharding]:
     return [sharding for _, sharding in result]
 
 
-def placements(params: optax.Params, shardings: object, mesh: Mesh | None) -> dict[str, Placement]:
-    """Return the `Placement` of each parameter by path, from its NamedSharding or spec."""
+def named_shardings(
+    params: optax.Params, shardings: object, mesh: Mesh | None
+) -> dict[str, NamedSharding]:
+    """Return the `named_sharding` of each parameter by path, from its NamedSharding or spec."""
     given = sharding_leaves(params, shardings)
     the_mesh = mesh_of(given, mesh)
     return {
-        path: placement(path, tuple(leaf.shape), sharding, the_mesh)
+        path: named_sharding(path, tuple(leaf.shape), sharding, the_mesh)
         for (path, leaf), sharding in zip(trees.named_leaves(params), given, strict=True)
     }
 
@@ -227,12 +170,6 @@ def sharding_of(x: object) -> NamedSharding | None:
     return sharding
 
 
-def placement_of(path: str, x: Shaped) -> Placement | None:
-    """Return the placement in an array's type; None if no axis of its mesh is Explicit."""
-    sharding = sharding_of(x)
-    return None if sharding is None else placement(path, tuple(x.shape), sharding, sharding.mesh)
-
-
 def sharding_of_values(codes: Any, length: int) -> NamedSharding | None:
     """Return the sharding of decoded values, which follows the codes'; None without Explicit axes.
 
@@ -241,10 +178,9 @@ def sharding_of_values(codes: Any, length: int) -> NamedSharding | None:
     sharding = sharding_of(codes)
     if sharding is None or codes.shape[-1] == length:
         return sharding
-    place = placement("the codes", tuple(codes.shape), sharding, sharding.mesh)
-    last = place.axes[-1] if length % place.parts(-1) == 0 else ()
-    axes = (*place.axes[:-1], last)
-    return NamedSharding(place.mesh, PartitionSpec(*map(entry, axes)))
+    *axes, last = axes_of(sharding.spec, codes.ndim)
+    whole = divides(Shards.of(sharding, codes.ndim).parts[-1], length)
+    return NamedSharding(sharding.mesh, spec_of([*axes, last if whole else ()]))
 
 
 def filled_like(

@@ -19,8 +19,9 @@ from jax import lax
 from jax.experimental.custom_partitioning import SdyShardingRule
 
 from optax_lowmem._src.arrays import numerics
+from optax_lowmem._src.arrays.shards import EVERY, Shards, divides
 from optax_lowmem._src.kernels.fallback import with_fallback
-from optax_lowmem._src.kernels.partitioned import EVERY, Factor, Partition, Tiles, sharding_rule
+from optax_lowmem._src.kernels.partitioned import Factor, Partition, sharding_rule
 
 # Names of an array's axes. Axes with one name share a sharding; `n groups` has the groups of `n`.
 # Each device has the whole axis where the name is None.
@@ -58,7 +59,7 @@ class Cut:
       >>> cut = Cut(4)
       >>> cut.add("m", np.array([0, 0, 1, 1])), cut.add("k", np.array([0, 1, 0, 1]))
       (True, True)
-      >>> cut.devices("m").tolist(), cut.groups(["k"])  # devices 0 and 1 have part 0 of "m"
+      >>> cut.shards(["m"]).tiles(4).tolist(), cut.groups(["k"])  # 0 and 1 have part 0 of "m"
       ([[0, 1], [2, 3]], [[0, 1], [2, 3]])
     """
 
@@ -89,18 +90,10 @@ class Cut:
             self.places = more
         return fits
 
-    def devices(self, *axes: str | None) -> np.ndarray:
-        """Return the numbers of the devices that have each combination of parts of an array's axes.
-
-        The result has one dimension for each axis, of the axis' number of parts (1 for None, an
-        axis that is not cut), and a last one: the devices that have this combination.
-        """
-        cut = [axis for axis in axes if axis in self.places]
-        rest = [axis for axis in self.places if axis not in cut]
-        order = np.arange(self._count)
-        if self.places:
-            order = np.lexsort([self.places[axis] for axis in reversed(cut + rest)])
-        return order.reshape(*map(self.parts, axes), -1)
+    def shards(self, names: Sequence[str | None]) -> Shards:
+        """Return the shards of an array whose axes have these names."""
+        index = (self.places.get(name or "", ()) for name in names)
+        return Shards(tuple(map(self.parts, names)), tuple(index))
 
     def groups(self, axes: Sequence[str]) -> list[list[int]] | None:
         """Return groups of devices over which to reduce along some axes.
@@ -110,7 +103,7 @@ class Cut:
         """
         cut = [axis for axis in axes if axis in self.places]
         rest = [axis for axis in self.places if axis not in cut]
-        every = self.devices(*rest, *cut)  # [rest..., cut..., copies]
+        every = self.shards(rest + cut).tiles(self._count)  # [rest..., cut..., copies]
         size = math.prod(map(self.parts, cut))
         every = every.reshape(-1, size, every.shape[-1]).swapaxes(1, 2).reshape(-1, size)
         return every.tolist() if size > 1 else None
@@ -164,8 +157,9 @@ class Cut:
         d = names.index(axis) if axis in names else None
         if d is None or x.shape[d] == 1:  # one scale for all
             return x
-        size = x.shape[d] // (int(places.max()) + 1)
-        start = jnp.asarray(np.uint32(places * size))[lax.axis_index(EVERY)]
+        shards = Shards((int(places.max()) + 1,), (places,))
+        (size,) = shards.local((x.shape[d],))
+        (start,) = shards.starts([size])
         return lax.dynamic_slice_in_dim(x, start, size, d)
 
     def max(self, x: jax.Array, *axes: str) -> jax.Array:
@@ -181,31 +175,12 @@ class Cut:
             lax.pmax(bits, EVERY, axis_index_groups=groups).astype(jnp.uint32)
         )
 
-    def starts(self, names: Names, sizes: Sequence[int]) -> list[jax.Array]:
-        """Return the index at which this device's part begins along each axis.
-
-        `sizes` are those of one part, in the unit of the result.
-        """
-        here = lax.axis_index(EVERY)
-        nowhere = np.zeros(self._count, np.uint32)
-        return [
-            jnp.asarray(np.uint32(self.places.get(name or "", nowhere) * size))[here]
-            for name, size in zip(names, sizes, strict=True)
-        ]
-
 
 class Axis(NamedTuple):
-    """An axis that may be cut, between units: neighbours that must be on one device.
-
-    An axis of 96 with groups of 32, each with one scale, can be cut into 3 parts, not into 2 or 4.
-    """
+    """An axis that may be sharded, in units: neighbours that must be on one device."""
 
     size: int
     unit: int = 1
-
-    def divides(self, parts: int) -> bool:
-        """Return whether the axis can be cut into this number of parts."""
-        return self.size % (self.unit * parts) == 0
 
 
 def axes_of(names: Names, shape: tuple[int, ...], **units: int) -> dict[str, Axis]:
@@ -255,8 +230,8 @@ class _AlongAxes(Partition):
         return axis if axis in self._axes else None
 
     def cut(
-        self, given: Sequence[Tiles | None], wanted: Sequence[Tiles | None], count: int
-    ) -> tuple[list[Tiles], list[Tiles], Callable[..., list[jax.Array]]]:
+        self, given: Sequence[Shards | None], wanted: Sequence[Shards | None], count: int
+    ) -> tuple[list[Shards], list[Shards], Callable[..., list[jax.Array]]]:
         """Cut each axis as in the first array, operands before results, that XLA cuts along it."""
         cut = Cut(count)
         every = (*self._operands, *self._results)
@@ -268,25 +243,24 @@ class _AlongAxes(Partition):
             result = self._work(cut, *jax.tree.unflatten(self._treedef, arrays))
             return jax.tree.leaves(result)
 
-        def tiles(cut: Cut, names: Names) -> Tiles:
-            return Tiles(cut.devices(*map(self._axis, names)))
-
         of_operands, of_results = (
-            [tiles(cut, names) for names in arrays] for arrays in (self._operands, self._results)
+            [cut.shards([*map(self._axis, names)]) for names in arrays]
+            for arrays in (self._operands, self._results)
         )
         if self._adds:
             last = self._results[-1]
-            of_results[-1] = tiles(cut.result_of_sum(last, asked[-1]), last)
+            summed = cut.result_of_sum(last, asked[-1])
+            of_results[-1] = summed.shards([*map(self._axis, last)])
         return of_operands, of_results, work
 
-    def _asked(self, names: Names, tiles: Tiles | None) -> Iterator[tuple[str, np.ndarray]]:
+    def _asked(self, names: Names, shards: Shards | None) -> Iterator[tuple[str, np.ndarray]]:
         """Return (axis, places) for each axis along which XLA cuts an array and this can too."""
-        if tiles is None:
+        if shards is None:
             return
-        places = tiles.starts((1,) * len(names))
-        for d, (axis, parts) in enumerate(zip(map(self._axis, names), tiles.parts, strict=True)):
-            if axis and parts > 1 and self._axes[axis].divides(parts):
-                yield axis, places[:, d]
+        rows = zip(map(self._axis, names), shards.parts, shards.index, strict=True)
+        for axis, parts, index in rows:
+            if axis and parts > 1 and divides(parts, *self._axes[axis]):
+                yield axis, np.asarray(index)
 
     def rule(self) -> SdyShardingRule:
         """Return the rule: axes of one name have one sharding, in whole units."""

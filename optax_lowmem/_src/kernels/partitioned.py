@@ -13,7 +13,6 @@ a `shard_map`, and where `lowmem.step` is given `specs=`.
 import abc
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import hashlib
 import inspect
@@ -36,6 +35,8 @@ from jax.experimental.custom_partitioning import (
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
+from optax_lowmem._src.arrays.shards import EVERY, Shards
+
 try:
     from jax._src import custom_partitioning as _jax
     from jax._src import xla_bridge
@@ -47,7 +48,6 @@ except ImportError:  # pragma: no cover
 
 _CALL = "lowmem_partitioned"  # name of the custom call
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
-EVERY = "every device"  # name of the mesh axis of all devices, in a device's program
 
 
 @functools.cache
@@ -67,55 +67,6 @@ def available() -> bool:
         and {"keepalives", "platforms", "axis_context"}
         <= set(inspect.signature(mlir.ModuleContext).parameters)
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Division of an array among devices.
-
-    `devices` are positions in the program's order, [parts of each dimension..., copies].
-    """
-
-    devices: np.ndarray
-
-    @classmethod
-    def whole(cls, rank: int, count: int) -> "Tiles":
-        """Return the tiles of an array that every device has."""
-        return cls(np.arange(count).reshape(*(1,) * rank, count))
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """Number of parts along each dimension."""
-        return self.devices.shape[:-1]
-
-    @property
-    def count(self) -> int:
-        """Number of different parts."""
-        return math.prod(self.parts)
-
-    def uncut(self, d: int) -> "Tiles":
-        """Return the tiles without the cut of a dimension: several devices have the same part."""
-        tiles = np.expand_dims(np.moveaxis(self.devices, d, -1), d)
-        return Tiles(tiles.reshape(*tiles.shape[:-2], -1))
-
-    def moved(self, d: int, to: int) -> "Tiles":
-        """Return the tiles with dimension `d` uncut, and each part of `to` < `d` cut instead."""
-        tiles = np.moveaxis(np.expand_dims(self.devices, d + 1), d, to + 1)
-        return Tiles(tiles.reshape(*tiles.shape[:to], -1, *tiles.shape[to + 2 :]))
-
-    def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a part."""
-        return tuple(size // parts for size, parts in zip(shape, self.parts, strict=True))
-
-    def starts(self, sizes: Sequence[int]) -> np.ndarray:
-        """Return where each device's part begins, uint32 [devices, dimensions].
-
-        `sizes` are those of a part along each dimension, in the unit of the result.
-        """
-        table = np.zeros((self.devices.size, len(sizes)), np.uint32)
-        for at, device in np.ndenumerate(self.devices):
-            table[device] = np.multiply(at[:-1], sizes)
-        return table
 
 
 class Factor(NamedTuple):
@@ -183,11 +134,11 @@ class Partition(abc.ABC):
 
     @abc.abstractmethod
     def cut(
-        self, given: Sequence[Tiles | None], wanted: Sequence[Tiles | None], count: int
-    ) -> tuple[list[Tiles], list[Tiles], Callable[..., list[jax.Array]]]:
-        """Return (tiles of operands, tiles of results, the work of a device).
+        self, given: Sequence[Shards | None], wanted: Sequence[Shards | None], count: int
+    ) -> tuple[list[Shards], list[Shards], Callable[..., list[jax.Array]]]:
+        """Return (shards of operands, shards of results, the work of one of `count` devices).
 
-        `given` and `wanted` are how XLA would cut the operands and the results; None where XLA
+        `given` and `wanted` are how XLA would shard the operands and the results; None where XLA
         leaves it open. A device's number is `jax.lax.axis_index(EVERY)`.
         """
 
@@ -271,20 +222,20 @@ def _cut(partition: Partition, count: int, mesh: Any, args: Any, results: Any) -
     """Return a call's mesh, the work of a device, and the shardings of results and operands."""
     del mesh
     devices = next(x.sharding for x in args if x.sharding is not None)._internal_device_list
-    tiles = ([_tiles_of(x) for x in every] for every in (args, results))
-    of_args, of_results, work = partition.traced(partition.cut, *tiles, count)
+    shards = ([_shards_of(x) for x in every] for every in (args, results))
+    of_args, of_results, work = partition.traced(partition.cut, *shards, count)
 
     def device(*args: jax.Array) -> list[jax.Array]:
         return partition.traced(work, *args)
 
     laid = [
-        [GSPMDSharding(devices, _hlo_sharding(tiles)) for tiles in every]
+        [GSPMDSharding(devices, _hlo_sharding(shards.tiles(count))) for shards in every]
         for every in (of_args, of_results)
     ]
     return Mesh(np.asarray(list(devices)), (EVERY,)), device, laid[1], tuple(laid[0])
 
 
-def _tiles_of(x: Any) -> Tiles | None:
+def _shards_of(x: Any) -> Shards | None:
     if not isinstance(x.sharding, GSPMDSharding):
         return None
     sharding, rank = x.sharding._hlo_sharding, len(x.shape)
@@ -292,16 +243,17 @@ def _tiles_of(x: Any) -> Tiles | None:
         return None
     devices = np.asarray(sharding.tile_assignment_devices())
     tiles = devices.reshape(sharding.tile_assignment_dimensions())
-    return Tiles(tiles.reshape(*tiles.shape[:rank], -1))
+    return Shards.of_tiles(tiles.reshape(*tiles.shape[:rank], -1))
 
 
-def _hlo_sharding(tiles: Tiles) -> Any:
-    if tiles.count == 1:
+def _hlo_sharding(tiles: np.ndarray) -> Any:
+    *parts, copies = tiles.shape
+    if math.prod(parts) == 1:
         return xla_client.HloSharding.replicate()
-    proto, copies = xla_client.OpSharding(), tiles.devices.shape[-1]
+    proto = xla_client.OpSharding()
     proto.type = xla_client.OpSharding.Type.OTHER
-    proto.tile_assignment_dimensions = [*tiles.parts, *([copies] if copies > 1 else [])]
-    proto.tile_assignment_devices = tiles.devices.reshape(-1).tolist()
+    proto.tile_assignment_dimensions = [*parts, *([copies] if copies > 1 else [])]
+    proto.tile_assignment_devices = tiles.reshape(-1).tolist()
     proto.replicate_on_last_tile_dim = copies > 1
     return xla_client.HloSharding.from_proto(proto)
 

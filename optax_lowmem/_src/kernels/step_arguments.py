@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from optax_lowmem._src.arrays.sharding import Placement
+from jax.sharding import NamedSharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +15,7 @@ class StepArguments:
 
     # the implementation that the caller chose, or None for the fastest
     implementation: str | None = None
-    placements: Mapping[str, Placement] | None = None  # the sharding of each leaf, by path, or None
+    shardings: Mapping[str, NamedSharding] | None = None  # of each leaf, by path
     tuning: Any = None  # tile and launch sizes that a tuner tries, or None for those of the device
 
 
@@ -39,6 +39,6 @@ def current() -> StepArguments:
     return _step_arguments.get()
 
 
-def placement(path: str) -> Placement | None:
-    """Return the `Placement` of a leaf in the enclosing `stepping` context, or None."""
-    return (_step_arguments.get().placements or {}).get(path)
+def sharding(path: str) -> NamedSharding | None:
+    """Return the sharding of a leaf in the enclosing `stepping` context, or None."""
+    return (_step_arguments.get().shardings or {}).get(path)

@@ -1,6 +1,7 @@
 """Derive the shardings of an optimizer state from the shardings of the parameters."""
 
-import dataclasses
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,39 +10,17 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.arrays import array_metadata, trees
-from optax_lowmem._src.arrays.sharding import Placement, mesh_of, placement, sharding_leaves
+from optax_lowmem._src.arrays.sharding import (
+    mesh_of,
+    named_sharding,
+    sharding_leaves,
+    state_sharding,
+)
+from optax_lowmem._src.arrays.shards import Shards, axes_of, divides, spec_of
 from optax_lowmem._src.arrays.typing import Shaped
 from optax_lowmem._src.optim import context
 
 Rules = Sequence[tuple[str, str | tuple[str, ...] | None]]  # logical name, mesh axes
-
-
-@dataclasses.dataclass(frozen=True)
-class _Parameter:
-    """Shape and sharding of a parameter, and the group sizes of its compressed slots."""
-
-    shape: tuple[int, ...]
-    placement: Placement
-    group_sizes: frozenset[int]
-
-    def sharding_of(self, shape: tuple[int, ...], zero_axis: str | None) -> NamedSharding:
-        """Return the sharding of a state array of this shape that belongs to the parameter."""
-        place = self.placement if zero_axis is None else self._with_zero(zero_axis)
-        return place.of_state(self.shape, shape, self.group_sizes)
-
-    def _with_zero(self, zero_axis: str) -> Placement:
-        """Add `zero_axis` to the first dimension where it divides both codes and scales."""
-        axes = self.placement.axes
-        if any(zero_axis in own for own in axes):
-            return self.placement
-        last = len(self.shape) - 1
-        for d, own in enumerate(axes):
-            more = (*axes[:d], (*own, zero_axis), *axes[d + 1 :])
-            place = dataclasses.replace(self.placement, axes=more)
-            whole = d < last or not place.cuts_some(self.shape, self.group_sizes)
-            if self.shape[d] % place.parts(d) == 0 and whole:
-                return place
-        return self.placement
 
 
 def state_shardings(
@@ -110,24 +89,42 @@ def state_shardings(
     known = {}
     for (path, leaf), sharding in zip(_leaves(params), placed, strict=True):
         name, shape = trees.path_name(path), tuple(leaf.shape)
-        shardings = placement(name, shape, sharding, the_mesh)
-        known[path] = _Parameter(shape, shardings, frozenset(sizes.get(name, ())))
+        groups = tuple(sizes.get(name, ()))
+        whole = named_sharding(name, shape, sharding, the_mesh)
+        if zero_axis is not None:
+            whole = _with_zero(shape, whole, zero_axis, groups)
+        known[path] = functools.partial(state_sharding, name, shape, whole, group_sizes=groups)
 
     def of_leaf(path: tuple[object, ...], leaf: Shaped) -> NamedSharding:
-        param = _owner(path, known)
-        whole = NamedSharding(the_mesh, PartitionSpec())
-        result = whole if param is None else param.sharding_of(tuple(leaf.shape), zero_axis)
-        return NamedSharding(the_mesh, result.spec, memory_kind=memory_kind)
+        of_parameter = _owner(path, known)
+        spec = of_parameter(shape=tuple(leaf.shape)).spec if of_parameter else PartitionSpec()
+        return NamedSharding(the_mesh, spec, memory_kind=memory_kind)
 
     return jax.tree_util.tree_map_with_path(of_leaf, state)
+
+
+def _with_zero(
+    shape: tuple[int, ...], sharding: NamedSharding, zero_axis: str, group_sizes: tuple[int, ...]
+) -> NamedSharding:
+    """Add `zero_axis` to the first dimension where it divides both codes and scales."""
+    axes = axes_of(sharding.spec, len(shape))
+    if any(zero_axis in names for names in axes):
+        return sharding
+    units = [*[1] * (len(shape) - 1), math.lcm(*group_sizes)]
+    for d, names in enumerate(axes):
+        more = spec_of([*axes[:d], (*names, zero_axis), *axes[d + 1 :]])
+        wider = NamedSharding(sharding.mesh, more)
+        if divides(Shards.of(wider, len(shape)).parts[d], shape[d], units[d]):
+            return wider
+    return sharding
 
 
 def _leaves(params: optax.Params) -> list[tuple[tuple[Any, ...], Any]]:
     return jax.tree_util.tree_leaves_with_path(params)
 
 
-def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], _Parameter]) -> Any:
-    """Return the parameter whose path is the longest suffix of a state array's path, or None."""
+def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], Any]) -> Any:
+    """Return the value of the longest path in `known` that ends a state array's path, or None."""
     for start in range(len(path)):
         if path[start:] in known:
             return known[path[start:]]

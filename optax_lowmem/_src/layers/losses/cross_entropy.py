@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from optax_lowmem._src.arrays import numerics, varying
 from optax_lowmem._src.arrays.hyperparameters import check_choice
-from optax_lowmem._src.arrays.sharding import axes_of, reshard
+from optax_lowmem._src.arrays.sharding import reshard
+from optax_lowmem._src.arrays.shards import axes_of
 from optax_lowmem._src.layers.losses.products import (
     FP8,
     FP8_INPUTS,

@@ -18,11 +18,12 @@ from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.codecs import split_of
 from optax_lowmem._src.arrays.sharding import (
     left_to_xla,
+    named_sharding,
     on_each_device,
-    placement_of,
     reshard_like,
     sharding_of,
 )
+from optax_lowmem._src.arrays.shards import Shards, divides
 from optax_lowmem._src.kernels import platform, step_arguments
 from optax_lowmem._src.kernels.along_axes import (
     Cut,
@@ -169,27 +170,32 @@ def _on_shards(
     """
     first = arrays[0]
     assert first is not None
-    place = step_arguments.placement(path) if path is not None else None
-    place = place or placement_of(path or "a sampled weight", first)
-    if place is None or any(  # a block is on two devices
-        place.parts(d) > 1 and first.shape[d] // place.parts(d) % SIDE for d in (-2, -1)
-    ):
-        shardings = (sharding_of(first), None) if results == 2 else None
-        return left_to_xla(run, shardings, *arrays, key)
-    local, of_part = place.local(first.shape), place
-    sizes = [*local[:-2], local[-2] // EIGHT, local[-1]]
+    typed = sharding_of(first)
+    sharding = step_arguments.sharding(path) if path is not None else None
+    if sharding is None and typed is not None:
+        sharding = named_sharding(path or "a sampled weight", first.shape, typed, typed.mesh)
+    shards = Shards.replicated(first.ndim) if sharding is None else Shards.of(sharding, first.ndim)
+    whole = all(divides(shards.parts[d], first.shape[d], SIDE) for d in (-2, -1))
+    if sharding is None or not whole:
+        return left_to_xla(run, (typed, None) if results == 2 else None, *arrays, key)
 
     def on_a_device(*operands: Any) -> Any:
         *parts, whole_key = operands
-        return run(*parts, random.key_of_part(whole_key, *of_part.starts(sizes)))
+        return run(*parts, _key_of_shard(whole_key, shards, first.shape))
 
-    spec = place.spec
+    spec = sharding.spec
     return on_each_device(
-        on_a_device, place.mesh, bool(place.mesh.explicit_axes),
+        on_a_device, sharding.mesh, bool(sharding.mesh.explicit_axes),
         (*(None if x is None else spec for x in arrays), PartitionSpec()),
         spec if results == 1 else (spec,) * results,
         *arrays, key,
     )  # fmt: skip
+
+
+def _key_of_shard(key: jax.Array, shards: Shards, shape: tuple[int, ...]) -> jax.Array:
+    """Return the key of this device's shard of an array, whose words are of eight rows."""
+    *rest, rows, columns = shards.local(shape)
+    return random.key_of_part(key, *shards.starts([*rest, rows // EIGHT, columns]))
 
 
 # ---- the choice of the implementation ------------------------------------------------------------
@@ -226,10 +232,9 @@ def _fastest(
     names = _names(shape)
 
     def part(cut: Cut, *args: Any) -> Any:
-        local = tuple(size // cut.parts(axis) for size, axis in zip(shape, names, strict=True))
-        sizes = [*local[:-2], local[-2] // EIGHT, local[-1]]
-        key = random.key_of_part(args[-1], *cut.starts(names, sizes))
-        return function(*args[:-1], key, **static | ({"shape": local} if "shape" in static else {}))
+        shards = cut.shards(names)
+        local = {"shape": shards.local(shape)} if "shape" in static else {}
+        return function(*args[:-1], _key_of_shard(args[-1], shards, shape), **static | local)
 
     of_args = [names if x.shape == shape else in_groups(*names) for x in args[:-1] if x is not None]
     return along_axes(

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 
 import jax
+from jax.sharding import NamedSharding
 
 from optax_lowmem._src.arrays.groups import MAX_ELEMENTS
-from optax_lowmem._src.arrays.sharding import Placement
 from optax_lowmem._src.kernels import partitioned, platform, step_arguments
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 from optax_lowmem._src.optim.step import gpu, on_mesh, tuning, xla
@@ -105,9 +105,9 @@ def fused_updates(
     `tuned` are tile and launch sizes of a kernel; None for those tuned for the device.
     """
     results: dict[int, Result] = {}
-    placed = _placed(rule, batch)
-    if placed:
-        results.update(_on_mesh(rule, batch, placed, tuned))
+    shardings = _shardings(rule, batch)
+    if shardings:
+        results.update(_on_mesh(rule, batch, shardings, tuned))
     chosen: dict[str, list[int]] = {}
     for i, (plan, g) in enumerate(zip(batch.plans, batch.gradients, strict=True)):
         if i not in results:
@@ -127,7 +127,7 @@ def fused_updates(
     return [results[i] for i in range(len(batch.plans))]
 
 
-def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
+def _shardings(rule: UpdateRule, batch: LeafBatch) -> dict[int, NamedSharding]:
     """Return the shardings of the parameters whose shards a kernel can step, by index."""
     if batch.implementation == "xla":
         return {}
@@ -135,27 +135,30 @@ def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
     if not platform.has_gpu() and not asks_tpu:
         return {}
     rows = zip(batch.plans, batch.states, batch.gradients, strict=True)
-    places = {i: on_mesh.place_of(*row) for i, row in enumerate(rows)}
+    shardings = {i: on_mesh.leaf_sharding(*row) for i, row in enumerate(rows)}
     return {
-        i: place
-        for i, place in places.items()
-        if place is not None
-        and on_mesh.unsupported(batch.plans[i], place) is None
+        i: sharding
+        for i, sharding in shardings.items()
+        if sharding is not None
+        and on_mesh.unsupported(batch.plans[i], sharding) is None
         # on GPUs XLA computes the means of blocks
         and (asks_tpu or rule.prepares != "blocks")
     }
 
 
 def _on_mesh(
-    rule: UpdateRule, batch: LeafBatch, placed: Mapping[int, Placement], tuned: tuning.Tuning | None
+    rule: UpdateRule,
+    batch: LeafBatch,
+    shardings: Mapping[int, NamedSharding],
+    tuned: tuning.Tuning | None,
 ) -> Iterator[tuple[int, Result]]:
     """Yield (index, result) of the sharded parameters, stepping those of each mesh together."""
 
     def step(part: LeafBatch) -> list[Result]:
-        with step_arguments.stepping(placements=None):
+        with step_arguments.stepping(shardings=None):
             return fused_updates(rule, part, tuned)
 
-    for mesh in dict.fromkeys(place.mesh for place in placed.values()):
-        mine = [i for i, place in placed.items() if place.mesh == mesh]
-        result = on_mesh.fused_updates(step, batch.take(mine), [placed[i] for i in mine])
+    for mesh in dict.fromkeys(sharding.mesh for sharding in shardings.values()):
+        mine = [i for i, sharding in shardings.items() if sharding.mesh == mesh]
+        result = on_mesh.fused_updates(step, batch.take(mine), [shardings[i] for i in mine])
         yield from zip(mine, result, strict=True)

@@ -183,7 +183,7 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
     batch = dataclasses.replace(batch, plans=tuple(plans))
     if _has_a_program_per_shape(batch):
         return _joined(each(_step_leaves, [(rule, one) for one in _one_by_one(batch)]))
-    if step_arguments.current().placements:  # in the context, which is no argument of a program
+    if step_arguments.current().shardings:  # in the context, which is no argument of a program
         return _step_leaves(rule, batch)
     return compiled(_step_leaves)(rule, batch)
 

@@ -172,7 +172,7 @@ _step_stack_uninlined = xla.opaque(jax.jit(_step_stack, static_argnames=("rule",
 
 def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> MatrixResults:
     """Call `_step_stack`, on a CPU without inlining, since XLA would compute all stacks at once."""
-    if not _on_cpu() or step_arguments.current().placements:  # shardings are looked up by path
+    if not _on_cpu() or step_arguments.current().shardings:  # shardings are looked up by path
         return _step_stack(rule, stack)
     results: MatrixResults = _step_stack_uninlined(rule, stack.nameless)
     return results

@@ -13,18 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import SdyShardingRule
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.arrays import random
-from optax_lowmem._src.arrays.sharding import (
-    Placement,
-    entry,
-    on_each_device,
-    placement,
-    reshard_like,
-)
+from optax_lowmem._src.arrays.sharding import named_sharding, on_each_device, reshard_like
+from optax_lowmem._src.arrays.shards import Shards, axes_of, spec_of
 from optax_lowmem._src.kernels import step_arguments
-from optax_lowmem._src.kernels.partitioned import EVERY, Factor, Partition, Tiles, sharding_rule
+from optax_lowmem._src.kernels.partitioned import Factor, Partition, sharding_rule
 from optax_lowmem._src.optim.step.batch import LeafBatch, LeafState, Result
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK
@@ -33,15 +28,15 @@ from optax_lowmem._src.optim.step.scopes import scope
 # ---- in a shard_map ------------------------------------------------------------------------------
 
 
-def place_of(plan: LeafPlan, state: LeafState, g: jax.Array) -> Placement | None:
+def leaf_sharding(plan: LeafPlan, state: LeafState, g: jax.Array) -> NamedSharding | None:
     """Return a leaf's sharding, from `lowmem.step` or from Explicit axes, or None."""
-    given = step_arguments.placement(plan.path)
+    given = step_arguments.sharding(plan.path)
     if given is not None:
         return given
     for x in jax.tree.leaves((state.slots, state.correction, g)):  # packed codes have another shape
         sharding = jax.typeof(x).sharding
         if x.shape == plan.shape and _explicit(sharding.mesh):
-            return placement(plan.path, plan.shape, sharding, sharding.mesh)
+            return named_sharding(plan.path, plan.shape, sharding, sharding.mesh)
     return None
 
 
@@ -49,63 +44,70 @@ def _explicit(mesh: Mesh | AbstractMesh) -> bool:
     return bool(mesh.axis_types) and all(axis == AxisType.Explicit for axis in mesh.axis_types)
 
 
-def unsupported(plan: LeafPlan, place: Placement) -> str | None:
+def unsupported(plan: LeafPlan, sharding: NamedSharding) -> str | None:
     """Return the reason why a leaf's shards cannot be stepped separately, or None."""
     if not plan.shape:
         return "a 0-d leaf has no shards"
-    reasons = [plan.cut_reason(d, place.parts(d)) for d in range(len(plan.shape))]
-    return next(filter(None, reasons), None)
+    parts = Shards.of(sharding, len(plan.shape)).parts
+    return next(filter(None, map(plan.cut_reason, range(len(parts)), parts)), None)
 
 
-def _block_specs(plan: LeafPlan, place: Placement) -> Any:
+def _of_shard(plan: LeafPlan, shards: Shards, key: jax.Array) -> tuple[LeafPlan, jax.Array]:
+    """Return plan and key of this device's shard, which is stepped like a leaf.
+
+    The key makes its random bits those of the leaf, whose last axis counts groups.
+    """
+    *rest, last = shape = shards.local(plan.shape)
+    key = random.key_of_part(key, *shards.starts([*rest, last // plan.group_size]))
+    return dataclasses.replace(plan, shape=shape), key
+
+
+def _block_specs(plan: LeafPlan, sharding: NamedSharding) -> Any:
     """Return the partition specs of `Block.operands`.
 
     A block may span several devices, each of which then has its value.
     """
     assert plan.block is not None
-    specs = []
-    for part in plan.block.fit(plan.shape).parts:
-        axes = [() if axis in part.axes else own for axis, own in enumerate(place.axes)]
-        specs.append(PartitionSpec(*map(entry, axes)))
+    axes = axes_of(sharding.spec, len(plan.shape))
+    specs = [
+        spec_of(() if d in part.axes else names for d, names in enumerate(axes))
+        for part in plan.block.fit(plan.shape).parts
+    ]
     return specs[0] if len(specs) == 1 else tuple(specs)
 
 
 def fused_updates(
-    step: Callable[[LeafBatch], list[Result]], batch: LeafBatch, places: Sequence[Placement]
+    step: Callable[[LeafBatch], list[Result]],
+    batch: LeafBatch,
+    shardings: Sequence[NamedSharding],
 ) -> list[Result]:
     """Step parameters on one mesh; `step` steps the shards of one device."""
     batch = batch.with_keys_in_order()
-    mesh, every = places[0].mesh, PartitionSpec()
+    mesh, every = shardings[0].mesh, PartitionSpec()
     typed = _explicit(mesh)
     partitioned: dict[str, Any] = {
-        "gradients": [place.spec for place in places],
+        "gradients": [sharding.spec for sharding in shardings],
         "weights": [
-            None if p is None else place.spec
-            for p, place in zip(batch.weights, places, strict=True)
+            None if p is None else sharding.spec
+            for p, sharding in zip(batch.weights, shardings, strict=True)
         ],
         "states": [  # scales are sharded like their codes
-            jax.tree.map(lambda _, place=place: place.spec, state)
-            for state, place in zip(batch.states, places, strict=True)
+            jax.tree.map(lambda _, spec=sharding.spec: spec, state)
+            for state, sharding in zip(batch.states, shardings, strict=True)
         ],
         "hyperparameters": dict.fromkeys(batch.hyperparameters, every),
         "operands": [
-            {name: _block_specs(plan, place) if name == OF_BLOCK else every for name in own}
-            for plan, place, own in zip(batch.plans, places, batch.operands, strict=True)
+            {name: _block_specs(plan, sharding) if name == OF_BLOCK else every for name in own}
+            for plan, sharding, own in zip(batch.plans, shardings, batch.operands, strict=True)
         ],
         "keys": every,
     }
     specs = dataclasses.replace(batch, **partitioned)
+    shards = [Shards.of(sharding, len(sharding.spec)) for sharding in shardings]
 
     def on_a_device(part: LeafBatch) -> list[Result]:
-        local = [
-            dataclasses.replace(plan, shape=place.local(plan.shape))
-            for plan, place in zip(batch.plans, places, strict=True)
-        ]
-        keys = [
-            random.key_of_part(key, *place.starts(plan.part_sizes(place.parts(-1) > 1)))
-            for plan, place, key in zip(local, places, part.keys, strict=True)
-        ]
-        return step(dataclasses.replace(part, plans=tuple(local), keys=jnp.stack(keys)))
+        plans, keys = zip(*map(_of_shard, batch.plans, shards, part.keys), strict=True)
+        return step(dataclasses.replace(part, plans=plans, keys=jnp.stack(keys)))
 
     results = on_each_device(
         on_a_device, mesh, typed, (specs,),
@@ -168,72 +170,61 @@ class StepPartition(Partition):
         return scope(*self._name)
 
     def cut(
-        self, given: Sequence[Tiles | None], wanted: Sequence[Tiles | None], count: int
-    ) -> tuple[list[Tiles], list[Tiles], Callable[..., list[jax.Array]]]:
+        self, given: Sequence[Shards | None], wanted: Sequence[Shards | None], count: int
+    ) -> tuple[list[Shards], list[Shards], Callable[..., list[jax.Array]]]:
         """Cut each leaf, and give each part the key of its place in the leaf."""
-        del wanted  # results are cut as the arrays that they replace
-        tiles = [Tiles.whole(len(shape), count) for shape in self._shapes]
-        parts, starts = [], []
+        del wanted, count  # results are cut as the arrays that they replace
+        shards = [Shards.replicated(len(shape)) for shape in self._shapes]
+        of_leaves = []
         for plan, owners, deciding in zip(self._plans, self._owners, self._deciding, strict=True):
-            cut = _finest(
-                plan, [given[j] for j in deciding if self._shapes[j] == plan.shape], count
-            )
-            local = dataclasses.replace(plan, shape=cut.local(plan.shape))
+            whole = [given[j] for j in deciding if self._shapes[j] == plan.shape]
+            of_leaves.append(_finest(plan, whole))
             for j in owners:
-                tiles[j] = _like(plan, cut, self._shapes[j], count)
-            parts.append(local)
-            starts.append(cut.starts(local.part_sizes(cut.parts[-1] > 1)))
+                shards[j] = _like(of_leaves[-1], self._shapes[j])
 
         def work(*arrays: jax.Array) -> list[jax.Array]:
             leaves, scalars, keys = jax.tree.unflatten(self._treedef, arrays)
-            here = jax.lax.axis_index(EVERY)
-            own = [
-                random.key_of_part(keys[number], *jnp.asarray(table)[here])
-                for number, table in zip(self._numbers, starts, strict=True)
-            ]
-            numbers = tuple(range(len(own)))
-            result = self._step(tuple(parts), numbers, leaves, scalars, jnp.stack(own))
+            whole = [keys[number] for number in self._numbers]
+            plans, own = zip(*map(_of_shard, self._plans, of_leaves, whole), strict=True)
+            result = self._step(plans, tuple(range(len(own))), leaves, scalars, jnp.stack(own))
             return jax.tree.leaves(result)
 
-        return tiles, [tiles[j] for j in self._likes], work
+        return shards, [shards[j] for j in self._likes], work
 
     def rule(self) -> SdyShardingRule:
         """Return the rule: arrays of a leaf have one sharding, and groups stay whole."""
-        operands = [[None] * len(shape) for shape in self._shapes]
+        operands: list[list[Factor | None]] = [[None] * len(shape) for shape in self._shapes]
         for i, (plan, owners) in enumerate(zip(self._plans, self._owners, strict=True)):
             for j in owners:
                 operands[j] = _factors(f"leaf{i}_", plan, self._shapes[j])
         return sharding_rule(operands, [operands[j] for j in self._likes])
 
 
-def _finest(plan: LeafPlan, given: Sequence[Tiles | None], count: int) -> Tiles:
-    """Return the finest of some tiles of a leaf, none of whose parts cut through groups."""
-    best = Tiles.whole(len(plan.shape), count)
-    for tiles in given:
-        cut = best if tiles is None else _mended(plan, tiles)
-        best = cut if cut.count > best.count else best
-    return best
+def _finest(plan: LeafPlan, given: Sequence[Shards | None]) -> Shards:
+    """Return the finest of some shards of a leaf, none of which cut through groups."""
+    allowed = [_of_whole_groups(plan, shards) for shards in given if shards is not None]
+    whole = Shards.replicated(len(plan.shape))
+    return max([whole, *allowed], key=lambda shards: shards.count)
 
 
-def _mended(plan: LeafPlan, tiles: Tiles) -> Tiles:
+def _of_whole_groups(plan: LeafPlan, shards: Shards) -> Shards:
     """Move cuts that the plan does not allow to an earlier dimension, or remove them."""
-    for d in range(len(plan.shape)):
-        parts = tiles.parts[d]
+    for d, parts in enumerate(shards.parts):
         if plan.cut_reason(d, parts) is None:
             continue
-        to = [e for e in range(d) if plan.cut_reason(e, tiles.parts[e] * parts) is None]
-        tiles = tiles.moved(d, to[0]) if to else tiles.uncut(d)
-    return tiles
+        to = [e for e in range(d) if plan.cut_reason(e, shards.parts[e] * parts) is None]
+        shards = shards.move(d, to[0]) if to else shards.replicate(d)
+    return shards
 
 
-def _like(plan: LeafPlan, cut: Tiles, shape: tuple[int, ...], count: int) -> Tiles:
-    """Return the tiles of an array of a leaf: as the leaf's, but whole where it has one value."""
-    if len(shape) != len(plan.shape):
-        return Tiles.whole(len(shape), count)
+def _like(leaf: Shards, shape: tuple[int, ...]) -> Shards:
+    """Return the shards of an array of a leaf: the leaf's, but replicated along axes of size 1."""
+    if len(shape) != len(leaf.parts):
+        return Shards.replicated(len(shape))
     for d, size in enumerate(shape):
-        if cut.parts[d] > 1 and size == 1:
-            cut = cut.uncut(d)
-    return cut
+        if leaf.parts[d] > 1 and size == 1:
+            leaf = leaf.replicate(d)
+    return leaf
 
 
 def _factors(prefix: str, plan: LeafPlan, shape: tuple[int, ...]) -> list[Factor | None]:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.arrays import groups, trees
+from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.arrays.block import Block, BlockStructure
 from optax_lowmem._src.arrays.codecs import GroupCodec, MasterSplit, StoredSlot, master_split
 from optax_lowmem._src.arrays.roles.roles import Role, roles
+from optax_lowmem._src.arrays.shards import cut_reason, divides
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.policy import Policy
 from optax_lowmem._src.optim.step.matrix_axes import Matrices, MatrixAxes
@@ -111,21 +112,14 @@ class LeafPlan:
 
     def cut_reason(self, d: int, parts: int) -> str | None:
         """Return why so many parts of a dimension cannot be stepped separately, or None."""
-        if self.shape[d] % parts:
+        if not divides(parts, self.shape[d]):
             return f"{parts} parts do not divide dimension {d} ({self.shape[d]})"
         heads = self.block.fit(self.shape).heads if self.block is not None else None
         if heads and heads[0] == d and parts > 1:
             return "its heads are on several devices"
         if d < len(self.shape) - 1 or not self.in_groups:
             return None
-        return groups.cut_reason(self.shape[d], parts, self.group_size)
-
-    def part_sizes(self, cuts_last: bool) -> list[int]:
-        """Return the sizes of a shard, whose plan this is, in the coordinates of random bits.
-
-        The last axis counts groups; its shards begin at 0 unless it `cuts_last`.
-        """
-        return [*self.shape[:-1], self.shape[-1] // self.group_size if cuts_last else 0]
+        return cut_reason(self.shape[d], parts, self.group_size)
 
     @property
     def storage(self) -> list[StoredSlot]:

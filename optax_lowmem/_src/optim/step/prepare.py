@@ -111,7 +111,7 @@ def _prepare_blocks(
     ]
     arrays = [mean.reshape(-1) for mean in means], [None] * len(plans), flat
     of_blocks = LeafBatch.of(named, arrays, h, keys, numbers=numbers, implementation=implementation)
-    with step_arguments.stepping(placements=None):  # those are of leaves, not of blocks
+    with step_arguments.stepping(shardings=None):  # those are of leaves, not of blocks
         result = fused_updates(_BlockRule(rule), of_blocks)
     values = [given.reshape(mean.shape) for (given, _), mean in zip(result, means, strict=True)]
     shapes = [plan.shape for plan in plans]

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from optax_lowmem._src.arrays import numerics, trees
 from optax_lowmem._src.arrays.compiled import compiled
 from optax_lowmem._src.arrays.hyperparameters import check_choice
-from optax_lowmem._src.arrays.sharding import placements
+from optax_lowmem._src.arrays.sharding import named_shardings
 from optax_lowmem._src.arrays.typing import Tree
 from optax_lowmem._src.kernels import step_arguments
 from optax_lowmem._src.optim.step import IMPLEMENTATIONS
@@ -158,8 +158,8 @@ def step(
     """
     trees.check_transformation(tx, "pass step(tx, grads, state, params).")
     check_choice("implementation", implementation, (*IMPLEMENTATIONS, None))
-    places = None if specs is None else placements(params, specs, mesh)
-    with step_arguments.stepping(implementation=implementation, placements=places):
+    places = None if specs is None else named_shardings(params, specs, mesh)
+    with step_arguments.stepping(implementation=implementation, shardings=places):
         try:
             return _step_by_params(tx, grads, state, params, None, extra)
         except TypeError as error:

@@ -9,7 +9,8 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_lowmem._src.arrays import trees
-from optax_lowmem._src.arrays.sharding import placement
+from optax_lowmem._src.arrays.sharding import named_sharding
+from optax_lowmem._src.arrays.shards import Shards, cut_reason, divides
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.policy import unmatched_patterns
 from optax_lowmem._src.optim.wrappers.stale_corrections import rounded_distances, stale_corrections
@@ -109,10 +110,12 @@ def _cut_groups(params: optax.Params, decisions: list[context.Decision]) -> dict
         sharding = getattr(leaf, "sharding", None)
         if leaf is None or size is None or not isinstance(sharding, NamedSharding):
             continue
-        place = placement(decision.path, tuple(leaf.shape), sharding, sharding.mesh)
-        reason = place.cut_groups(tuple(leaf.shape), size)
+        shape = tuple(leaf.shape)
+        sharding = named_sharding(decision.path, shape, sharding, sharding.mesh)
+        parts = Shards.of(sharding, len(shape)).parts[-1]
+        reason = cut_reason(shape[-1], parts, size)
         several = decision.codec.codes_per_byte if decision.codec is not None else 1
-        if reason and place.local(tuple(leaf.shape))[-1] % several:
+        if reason and not divides(parts, shape[-1], several):
             reason += f", and through bytes of {several} codes: these are replicated on that axis"
         if reason is not None and reason not in results[decision.path]:
             results[decision.path].append(reason)

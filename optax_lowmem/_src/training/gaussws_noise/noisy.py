@@ -250,7 +250,7 @@ class Noisy:
         self, rows: list[_Leaf], gradients: Any, state: GaussWSState, params: Any, factor: Any
     ) -> tuple[jax.Array, Any, Any]:
         """Return the new count, b_i and state of the bits' optimizer (equations 3, 9 and 10)."""
-        run = _bits_gradients if step_arguments.current().placements else compiled(_bits_gradients)
+        run = _bits_gradients if step_arguments.current().shardings else compiled(_bits_gradients)
         rows = [row._replace(param=None, clean=None) for row in rows]  # not needed
         span = self.bits_init, self.bits_target
         of_bits = run(
@@ -273,7 +273,7 @@ class Noisy:
             to = self.compute or formats.format_of(dtype.name)
             if row.sampled:
                 given.append((row.path, w, corrections.get(row.path), b, to, dtype))
-        run = _samples if step_arguments.current().placements else compiled(_samples)
+        run = _samples if step_arguments.current().shardings else compiled(_samples)
         span = self.bits_init, self.bits_target
         sampled = iter(run(self.noise, span, given, state.seed, state.count))
         return [next(sampled) if row.sampled else (w, row.scale) for row, w, _ in leaves]

@@ -11,7 +11,7 @@ from jax import lax
 
 from optax_lowmem._src.arrays import varying
 from optax_lowmem._src.arrays.hyperparameters import check_choice, check_count
-from optax_lowmem._src.arrays.sharding import placements
+from optax_lowmem._src.arrays.sharding import named_shardings
 from optax_lowmem._src.kernels import step_arguments
 from optax_lowmem._src.optim.step import IMPLEMENTATIONS
 from optax_lowmem._src.optim.wrappers.chain import clipping_factor
@@ -249,8 +249,8 @@ def train_step(
         raise ValueError("micro_batches and at_once need offload=True.")
 
     def step(params: optax.Params, state: optax.OptState, batch: object) -> tuple[Any, Any, Any]:
-        places = None if specs is None else placements(params, specs, mesh)
-        with step_arguments.stepping(implementation=implementation, placements=places):
+        places = None if specs is None else named_shardings(params, specs, mesh)
+        with step_arguments.stepping(implementation=implementation, shardings=places):
             inner = optimizer.inner(state)
             layered: Layered | TracedLoss
             layered, inputs = (

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.arrays import random
+from optax_lowmem._src.arrays.shards import Shards
 from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import step_arguments
 from optax_lowmem._src.optim.step import LeafPlan, LeafState
@@ -49,9 +50,9 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
             "axis 0 is a row or column axis of its matrices. Leave it out of its "
             "MuonDimensionNumbers."
         )
-    place = step_arguments.placement(plan.path)
-    if place is not None and place.parts(0) > 1:
-        return f"axis 0 is sharded ({place.spec}). Shard another axis."
+    sharding = step_arguments.sharding(plan.path)
+    if sharding is not None and Shards.of(sharding, len(plan.shape)).parts[0] > 1:
+        return f"axis 0 is sharded ({sharding.spec}). Shard another axis."
     if plan.quantized and len(plan.shape) == 1:
         return (
             "its only axis is the layer axis, so groups of codes span layers. Leave it "
