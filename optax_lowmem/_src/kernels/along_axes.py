@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,12 +48,10 @@ def broadcast(names: Sequence[Names], arrays: Sequence[Any]) -> list[Names]:
 
 
 class Cut:
-    """The part of each array axis that each device has.
-
-    An axis is cut into parts of equal size, numbered from 0 in the order of the axis.
+    """The shards of all arrays of a call, by the names of their axes, and sums over devices.
 
     Attributes:
-      places: name of each axis that is cut -> the number of the part of device 0, 1, ...
+      index: name of each axis that is cut -> the index of the shard of device 0, 1, ...
 
     Example, "m" in 2 parts and "k" in 2 parts, on 4 devices:
       >>> cut = Cut(4)
@@ -65,35 +63,35 @@ class Cut:
 
     def __init__(self, count: int) -> None:
         """Start with no axis cut, on `count` devices."""
-        self.places: dict[str, np.ndarray] = {}
+        self.index: dict[str, np.ndarray] = {}
         self._count = count
         self._scattered: tuple[str, np.ndarray] | None = None
 
     def __contains__(self, axis: str) -> bool:
-        return axis in self.places
+        return axis in self.index
 
     def parts(self, axis: str | None) -> int:
         """Return the number of parts of an axis."""
-        return int(self.places[axis].max()) + 1 if axis in self.places else 1
+        return int(self.index[axis].max()) + 1 if axis in self.index else 1
 
-    def add(self, axis: str, places: np.ndarray) -> bool:
+    def add(self, axis: str, index: np.ndarray) -> bool:
         """Cut one more axis, and return whether this is possible.
 
         It is not if the axis is cut already, or if not every combination of parts of the axes would
         be on the same number of devices: a result would then lack some of its parts.
         """
-        more = {**self.places, axis: places}
+        more = {**self.index, axis: index}
         found, counts = np.unique(np.stack([*more.values()]), axis=1, return_counts=True)
         every = math.prod(int(x.max()) + 1 for x in more.values())
         fits = axis not in self and found.shape[1] == every and len(set(counts)) == 1
         if fits:
-            self.places = more
+            self.index = more
         return fits
 
     def shards(self, names: Sequence[str | None]) -> Shards:
         """Return the shards of an array whose axes have these names."""
-        index = (self.places.get(name or "", ()) for name in names)
-        return Shards(tuple(map(self.parts, names)), tuple(index))
+        index = tuple(self.index.get(name or "", ()) for name in names)
+        return Shards(tuple(map(self.parts, names)), index)
 
     def groups(self, axes: Sequence[str]) -> list[list[int]] | None:
         """Return groups of devices over which to reduce along some axes.
@@ -101,8 +99,8 @@ class Cut:
         A group has each part of these axes once, and the same part of every other axis. None means
         that none of the axes is cut: there is nothing to reduce.
         """
-        cut = [axis for axis in axes if axis in self.places]
-        rest = [axis for axis in self.places if axis not in cut]
+        cut = [axis for axis in axes if axis in self.index]
+        rest = [axis for axis in self.index if axis not in cut]
         every = self.shards(rest + cut).tiles(self._count)  # [rest..., cut..., copies]
         size = math.prod(map(self.parts, cut))
         every = every.reshape(-1, size, every.shape[-1]).swapaxes(1, 2).reshape(-1, size)
@@ -112,34 +110,34 @@ class Cut:
         """Return the cut of the result of `sum`, and have `sum` return these parts.
 
         If one more axis is to be cut over the devices whose arrays are added, each device gets only
-        its part of the sum (reduce-scatter), which moves half of the bytes. `wanted`, as `places`,
+        its part of the sum (reduce-scatter), which moves half of the bytes. `wanted`, as `index`,
         has the axes of the result that XLA cuts.
         """
         result = Cut(self._count)
-        result.places = {axis: self.places[axis] for axis in names if axis and axis in self}
+        result.index = {axis: self.index[axis] for axis in names if axis and axis in self}
         groups = self._added(names) or [[]]
-        for axis, places in wanted.items():
-            parts = int(places.max()) + 1
+        for axis, index in wanted.items():
+            parts = int(index.max()) + 1
             alike, rest = divmod(len(groups[0]), parts)
             every = np.repeat(np.arange(parts), alike)  # each group has as many of each part
-            if alike and not rest and (np.sort(places[groups], axis=1) == every).all():
-                if result.add(axis, places):
-                    self._scattered = axis, places
+            if alike and not rest and (np.sort(index[groups], axis=1) == every).all():
+                if result.add(axis, index):
+                    self._scattered = axis, index
                     break
         return result
 
     def _added(self, names: Names) -> list[list[int]] | None:
-        return self.groups([axis for axis in self.places if axis not in names])
+        return self.groups([axis for axis in self.index if axis not in names])
 
     def sum(self, x: jax.Array, names: Names) -> jax.Array:
         """Add arrays over all devices that differ in their parts of axes that the array lacks."""
         groups = self._added(names)
         if self._scattered is not None:
-            axis, places = self._scattered
-            order = np.argsort(places[groups], axis=1, kind="stable")
+            axis, index = self._scattered
+            order = np.argsort(index[groups], axis=1, kind="stable")
             # [groups, parts, devices that get the same part]
             members = np.take_along_axis(np.asarray(groups), order, 1)
-            members = members.reshape(len(order), int(places.max()) + 1, -1)
+            members = members.reshape(len(order), int(index.max()) + 1, -1)
             x = lax.psum_scatter(
                 x, EVERY, scatter_dimension=names.index(axis), tiled=True,
                 axis_index_groups=members.swapaxes(1, 2).reshape(-1, members.shape[1]).tolist(),
@@ -153,11 +151,11 @@ class Cut:
 
         It is the array, unless `sum` scatters its result along one of the array's axes.
         """
-        axis, places = self._scattered or (None, np.zeros(0))
+        axis, index = self._scattered or (None, np.zeros(0))
         d = names.index(axis) if axis in names else None
         if d is None or x.shape[d] == 1:  # one scale for all
             return x
-        shards = Shards((int(places.max()) + 1,), (places,))
+        shards = Shards((int(index.max()) + 1,), (index,))
         (size,) = shards.local((x.shape[d],))
         (start,) = shards.starts([size])
         return lax.dynamic_slice_in_dim(x, start, size, d)
@@ -176,19 +174,17 @@ class Cut:
         )
 
 
-class Axis(NamedTuple):
-    """An axis that may be sharded, in units: neighbours that must be on one device."""
+def factors_of(names: Names, shape: tuple[int, ...], **units: int) -> dict[str, Factor]:
+    """Return the axes of an array that may be cut, by name: those of several whole units.
 
-    size: int
-    unit: int = 1
-
-
-def axes_of(names: Names, shape: tuple[int, ...], **units: int) -> dict[str, Axis]:
-    """Return the axes of an array that have names; `units` has the units that are not 1."""
+    `units` has the units that are not 1.
+    """
     return {
-        name: Axis(size, units.get(name, 1))
+        name: Factor(name, size // unit, unit)
         for name, size in zip(names, shape, strict=True)
         if name is not None
+        for unit in [units.get(name, 1)]
+        if size % unit == 0 and size > unit
     }
 
 
@@ -202,18 +198,13 @@ class _AlongAxes(Partition):
         args: Any,
         operands: Sequence[Names],
         results: Sequence[Names],
-        axes: Mapping[str, Axis],
+        axes: Mapping[str, Factor],
         adds: bool,
     ) -> None:
         super().__init__()
         self._treedef = jax.tree.structure(args)
         self._name, self._work, self._adds = name, work, adds
-        self._axes = {
-            name: axis
-            for name, axis in axes.items()
-            if axis.size % axis.unit == 0 and axis.size > axis.unit
-        }
-        self._operands, self._results = tuple(operands), tuple(results)
+        self._operands, self._results, self._axes = tuple(operands), tuple(results), dict(axes)
 
     @property
     def content(self) -> str:
@@ -236,8 +227,8 @@ class _AlongAxes(Partition):
         cut = Cut(count)
         every = (*self._operands, *self._results)
         asked = [dict(self._asked(*pair)) for pair in zip(every, (*given, *wanted), strict=True)]
-        for axis, places in itertools.chain.from_iterable(one.items() for one in asked):
-            cut.add(axis, places)
+        for axis, index in itertools.chain.from_iterable(one.items() for one in asked):
+            cut.add(axis, index)
 
         def work(*arrays: jax.Array) -> list[jax.Array]:
             result = self._work(cut, *jax.tree.unflatten(self._treedef, arrays))
@@ -254,12 +245,12 @@ class _AlongAxes(Partition):
         return of_operands, of_results, work
 
     def _asked(self, names: Names, shards: Shards | None) -> Iterator[tuple[str, np.ndarray]]:
-        """Return (axis, places) for each axis along which XLA cuts an array and this can too."""
+        """Return (axis, index) for each axis along which XLA cuts an array and this can too."""
         if shards is None:
             return
         rows = zip(map(self._axis, names), shards.parts, shards.index, strict=True)
         for axis, parts, index in rows:
-            if axis and parts > 1 and divides(parts, *self._axes[axis]):
+            if axis and parts > 1 and divides(parts, self._axes[axis].units):
                 yield axis, np.asarray(index)
 
     def rule(self) -> SdyShardingRule:
@@ -267,10 +258,9 @@ class _AlongAxes(Partition):
 
         def factor(name: str | None) -> Factor | None:
             axis = self._axis(name)
-            if axis is None:
-                return None
-            size, unit = self._axes[axis]
-            return Factor(axis, size // unit, unit if name == axis else 1)
+            if axis is None or name == axis:
+                return self._axes.get(axis or "")
+            return self._axes[axis]._replace(unit=1)
 
         arrays = self._operands, self._results
         return sharding_rule(*([[*map(factor, names)] for names in every] for every in arrays))
@@ -283,7 +273,7 @@ def along_axes(
     *args: Any,
     operands: Sequence[Names],
     results: Sequence[Names],
-    axes: Mapping[str, Axis],
+    axes: Mapping[str, Factor],
     part: Callable[..., Any] | None = None,
     adds: bool = False,
 ) -> Any:

@@ -20,8 +20,8 @@ from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.along_axes import (
     Cut,
     along_axes,
-    axes_of,
     broadcast,
+    factors_of,
     in_groups,
     names_of,
 )
@@ -234,13 +234,13 @@ def store_normed(
 
     def part(cut: Cut, x: jax.Array, scale: jax.Array) -> Any:
         stored, inverse, largest = kernel(x, scale)
-        return stored, inverse, cut.max(largest, *cut.places)
+        return stored, inverse, cut.max(largest, *cut.index)
 
     names = names_of(x.ndim, None)
     return along_axes(
         "store_normed", kernel, plain, x, scale,
         operands=[names, (None,)], results=[*[names] * (3 if keep else 1), (None,) * x.ndim],
-        axes=axes_of(names, x.shape), part=part,
+        axes=factors_of(names, x.shape), part=part,
     )  # fmt: skip
 
 
@@ -262,14 +262,14 @@ def store_gated(
 
     def part(cut: Cut, *given: jax.Array) -> Any:
         stored, largest = kernel(*given)
-        return stored, cut.max(largest, *cut.places)
+        return stored, cut.max(largest, *cut.index)
 
     names = names_of(given[0].ndim, "n")
     of_stored = [names, (*names[:-1], *in_groups("n"))] * (len(given) if keep else 0)
     return along_axes(
         "store_gated", kernel, lambda *given: store_gated_plain(given, **static), *given,
         operands=[names] * len(given), results=[*of_stored, (None,) * len(names)],
-        axes=axes_of(names, given[0].shape, n=group_size), part=part,
+        axes=factors_of(names, given[0].shape, n=group_size), part=part,
     )  # fmt: skip
 
 
@@ -358,7 +358,7 @@ def quantized_for_products(
         "quantized_for_products", both if now else apart, plain, absmax, *given,
         operands=[(None,) * absmax.ndim, *broadcast([names] * len(given), given)],
         results=[names, (None,) * len(shape), (names[-1], *names[:-1])],
-        axes=axes_of(names, shape),
+        axes=factors_of(names, shape),
     )  # fmt: skip
 
 
@@ -423,7 +423,7 @@ def multiply_over_tokens(
         "multiply_over_tokens", kernel, plain, x, g, absmax,
         operands=[of_codes, (None,) * x.scales.ndim, of_g, (None,) * absmax.ndim],
         results=[of_g, (None,) * g.ndim, ("k", "m")],
-        axes=axes_of(of_codes, x.codes.shape) | axes_of(of_g, g.shape), part=part, adds=True,
+        axes=factors_of(of_codes, x.codes.shape) | factors_of(of_g, g.shape), part=part, adds=True,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from optax_lowmem._src.kernels.along_axes import (
     Cut,
     Names,
     along_axes,
-    axes_of,
+    factors_of,
     in_groups,
     names_of,
 )
@@ -240,7 +240,7 @@ def _fastest(
     return along_axes(
         name, functools.partial(function, **static), plain, *args,
         operands=[*of_args, (None,) * args[-1].ndim], results=results,
-        axes=axes_of(names, shape, m=unit, n=SIDE if unit == SIDE else 1), part=part,
+        axes=factors_of(names, shape, m=unit, n=SIDE if unit == SIDE else 1), part=part,
     )  # fmt: skip
 
 

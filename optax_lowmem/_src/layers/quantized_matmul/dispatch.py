@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays.groups import MAX_ELEMENTS
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.kernels.along_axes import Cut, along_axes, axes_of, broadcast, names_of
+from optax_lowmem._src.kernels.along_axes import Cut, along_axes, broadcast, factors_of, names_of
 from optax_lowmem._src.layers.quantized_matmul.plain import (
     Format,
     Quantized,
@@ -60,7 +60,7 @@ def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Qu
     names = names_of(x.ndim, "k")
     return along_axes(
         "quantize_rows", kernel, plain, x,
-        operands=[names], results=[names, (*names[:-1], None)], axes=axes_of(names, x.shape),
+        operands=[names], results=[names, (*names[:-1], None)], axes=factors_of(names, x.shape),
         part=part,
     )  # fmt: skip
 
@@ -90,7 +90,7 @@ def quantize_transposed(
     return along_axes(
         "quantize_transposed", kernel, plain, w, largest,
         operands=[("k", "m"), (None, None)], results=[("m", "k"), (None, None)],
-        axes=axes_of(("k", "m"), w.shape),
+        axes=factors_of(("k", "m"), w.shape),
     )  # fmt: skip
 
 
@@ -129,7 +129,8 @@ def multiply(
     return along_axes(
         "multiply", kernel, plain, a, b,
         operands=broadcast(operands, [*a, *b]), results=[result],
-        axes=axes_of(of_a, a.codes.shape) | axes_of(of_b, b.codes.shape), part=part, adds=True,
+        axes=factors_of(of_a, a.codes.shape) | factors_of(of_b, b.codes.shape), part=part,
+        adds=True,
     )  # fmt: skip
 
 
