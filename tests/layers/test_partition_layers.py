@@ -27,7 +27,12 @@ from optax_lowmem._src.kernels.fallback import with_fallback  # noqa: E402
 from optax_lowmem._src.layers.fp8_flow import fp8_kernel, kernels  # noqa: E402
 from optax_lowmem._src.layers.noise import kernels as noise  # noqa: E402
 from optax_lowmem._src.layers.noise import noise_kernel  # noqa: E402
-from optax_lowmem._src.layers.quantized_matmul import dispatch, mosaic, plain, triton  # noqa: E402
+from optax_lowmem._src.layers.quantized_matmul import (  # noqa: E402
+    dispatch,
+    mosaic,
+    plain,
+    quantize_kernel,
+)
 from optax_lowmem._src.layers.quantized_matmul.plain import Quantized  # noqa: E402
 from optax_lowmem.layers import fp8_flow  # noqa: E402
 from tests import tolerances as tol  # noqa: E402
@@ -67,7 +72,7 @@ TWINS = {
         "quantize_both": quantize_both,
         "transpose": lambda codes, backend: codes.T,
     },
-    triton: {
+    quantize_kernel: {
         "quantize_rows": lambda x, to, backend: plain.quantize_plain(x, 1, to),
         "quantize_transposed": quantize_transposed,
     },
