@@ -53,9 +53,9 @@ def unsupported(plan: LeafPlan, sharding: NamedSharding) -> str | None:
 
 
 def _of_shard(plan: LeafPlan, shards: Shards, key: jax.Array) -> tuple[LeafPlan, jax.Array]:
-    """Return plan and key of this device's shard, which is stepped like a leaf.
+    """Return the plan and the key of this device's shard, which is stepped like a leaf.
 
-    The key makes its random bits those of the leaf, whose last axis counts groups.
+    With this key it has its part of the leaf's random bits, which have the coordinates of groups.
     """
     *rest, last = shape = shards.local(plan.shape)
     key = random.key_of_part(key, *shards.starts([*rest, last // plan.group_size]))
