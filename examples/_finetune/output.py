@@ -111,6 +111,7 @@ def one_error(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
+        logging.getLogger("asyncio").disabled = True  # reports each failed write that is freed
         why = str(error).partition(" [")[0].rpartition('": ')[2]
         raise OSError(f"{what}: {why}") from None  # callbacks may follow
     finally:
