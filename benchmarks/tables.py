@@ -2,13 +2,10 @@
 
 import argparse
 import importlib
-import json
 import re
 from collections.abc import Callable
-from typing import Any
-from unittest import mock
 
-from benchmarks import ROOT, claims, records
+from benchmarks import ROOT, claims
 from benchmarks.records import Rows, all_records, newest
 from benchmarks.render import markdown, source, without_empty_columns
 
@@ -69,44 +66,11 @@ def rendered(text: str, rows: Rows) -> str:
     return MARKED.sub(lambda m: m[1] + TABLES[m[2]](rows) + m[3], text)
 
 
-class _Tracked(dict[str, Any]):
-    """A record that remembers whether more of it was read than what identifies it."""
-
-    read = False
-
-    def __getitem__(self, key: str) -> Any:
-        self.read |= key not in records.IDENTITY
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
-
-
-def prune() -> None:
-    """Deletes the records that no table, figure or notebook shows."""
-    from benchmarks import excerpts, figures
-
-    files = {path: [_Tracked(row) for row in records.load(path)]
-             for path in sorted(records.RESULTS.glob("*.jsonl"))}  # fmt: skip
-    with mock.patch.object(records, "load", files.__getitem__):
-        for table in TABLES.values():
-            table(all_records())
-        for make in (*figures.FIGURES.values(), *excerpts.EXCERPTS.values()):
-            make()
-    for path, rows in files.items():
-        shown = [json.dumps(row) + "\n" for row in rows if row.read]
-        print(f"{path.name}: {len(shown)} of {len(rows)} records kept")
-        path.write_text("".join(shown), encoding="utf-8")
-
-
 def main() -> None:
     """Rewrites the pages; with --check, fails where one is out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail where a page is out of date")
-    parser.add_argument("--prune", action="store_true", help="delete records that nothing shows")
     args = parser.parse_args()
-    if args.prune:
-        return prune()
     rows, stale = all_records(), []
     for page in (ROOT / name for name in PAGES):
         text = page.read_text(encoding="utf-8")
