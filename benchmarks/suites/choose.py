@@ -55,7 +55,7 @@ CHOICES = (
     Choice("AdamW, less state", ("flash_factored_adamw",), "", adam("flash_factored_adamw"),
            "flash_factored_adamw"),
     Choice("AdamW, least state", ("flash_factored_adamw, 4-bit m",),
-           "the same with `Storage.four_bit(nu=None, group_size=32)`",
+           "`flash_factored_adamw` with `Storage.four_bit(nu=None, group_size=32)`",
            adam("flash_factored_adamw-four-bit-stochastic-32"), "flash_factored_adamw",
            "lowmem.step-4bit"),
     Choice("AdamW, one second moment per block", ("flash_adam_mini",), "",

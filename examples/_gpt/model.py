@@ -126,7 +126,7 @@ class GPT(nnx.Module):
 
 
 def next_token_loss(graphdef, params, tokens):
-    """Mean negative log-likelihood in nats a token, in f32, over `tokens` [batch, length + 1]."""
+    """Mean negative log-likelihood in nats per token, in f32, over `tokens` [batch, length + 1]."""
     return mean_loss(nnx.merge(graphdef, params)(tokens[:, :-1]), tokens[:, 1:])
 
 

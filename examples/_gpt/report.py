@@ -96,10 +96,10 @@ def table(result: dict[str, Any]) -> Table:
     def megabytes(run: dict[str, Any]) -> str:
         return f"[bold]{run['bytes_per_param']['total'] * run['parameters'] / 1e6:,.1f}"
 
-    row("validation loss, nats a token", loss)
+    row("validation loss, nats per token", loss)
     if settings["tokenizer"] == "bpe":
         per_token = result["data"]["bytes_per_token"]
-        row("validation loss, nats a byte", lambda r: f"{r['val_loss'] / per_token:.4f}")
+        row("validation loss, nats per byte", lambda r: f"{r['val_loss'] / per_token:.4f}")
     row("step, ms", lambda r: f"{r['step_ms']:.1f}")
     row("tokens a second", lambda r: f"{r['tokens_per_s']:,.0f}")
     row("compilation, s", lambda r: f"{r['compile_s']:.1f}", end=True)

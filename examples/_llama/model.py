@@ -417,7 +417,7 @@ class Llama:
         return nnx.merge(self._graphs[0], self._computing(own))
 
     def last(self, rest: Any, x: jax.Array, batch: jax.Array | Packed) -> jax.Array:
-        """The mean loss in nats a token, or its weighted sum, in f32."""
+        """The mean loss in nats per token, or its weighted sum, in f32."""
         ends, tokens, given = self._merged_ends(rest), batch, {}
         head, vocab_axis = ends.head()
         if isinstance(batch, Packed):

@@ -89,7 +89,7 @@ def test_bytes_of_the_optimizers_tables(page):
         told = next((cell for cell in cells if re.fullmatch(r"\d[\d., ]*", cell)), "")
         numbers = told.split(", ") if told else []
         names = [n for n in re.findall(r"`(\w+)`", " ".join(cells[:2])) if n in lowmem.OPTIMIZERS]
-        if line.startswith("|") and names and numbers and "`Storage(" not in line:
+        if line.startswith("|") and names and numbers and "`Storage" not in line:
             found |= zip(names, numbers * (len(names) // len(numbers)), strict=True)
     assert found.keys() >= lowmem.OPTIMIZERS.keys() - {"q_adamw"}
     for name, shown in found.items():
