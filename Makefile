@@ -57,7 +57,7 @@ XLA_CACHE := $(CURDIR)/.xla_cache
 CPU = PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(XLA_CACHE)/$(notdir $(VENV)) \
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
-test: $(VENV)/.has-test  ## The library's behaviour, about 7 minutes on 2 cores
+test: $(VENV)/.has-test  ## The library's behaviour; 10 minutes on 2 cores, 6 once compiled
 	$(CPU) $(PYTEST) -m 'not gpu and not tpu and not repo and not full' $(ARGS)
 
 # The public API, the contract, golden vectors, wrappers, checkpoints, shardings, and the lowering of
