@@ -110,7 +110,7 @@ def one_error(what: str) -> Iterator[None]:
     logging.disable(logging.ERROR)
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last: a closed event loop
         logging.getLogger("asyncio").disabled = True  # reports each failed write that is freed
         why = str(error).partition(" [")[0].rpartition('": ')[2]
         raise OSError(f"{what}: {why}") from None  # callbacks may follow
