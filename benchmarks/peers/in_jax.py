@@ -21,7 +21,7 @@ from optax_lowmem._src.optim.optimizers.record import name_of
 KERNELS = ("xla", "pallas", "triton")  # `lowmem.step`'s implementations
 ROUNDINGS = ("nearest", "stochastic")
 NAMES = (
-    *("lowmem.step", *(f"lowmem.step-{how}" for how in (*KERNELS, *ROUNDINGS, "4bit"))),
+    *("lowmem.step", *(f"lowmem.step-{how}" for how in (*KERNELS, *ROUNDINGS, "4bit", "bf16"))),
     *("lowmem.update", "lowmem.update-nearest", "optax-f32", "optax-bf16", "flashoptim-jax"),
 )
 
@@ -57,6 +57,10 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
     storage = _default_storage(optimizer)
     if how in ROUNDINGS:
         storage = dataclasses.replace(storage, rounding=how)
+    if how == "bf16":  # weights without corrections
+        storage = dataclasses.replace(
+            storage, master_weight_bits=None, master_rounding="stochastic"
+        )
     tx = ours(optimizer, leaf_set, four_bits(storage) if how == "4bit" else storage)
     step = update_and_apply(tx) if package == "lowmem.update" else step_of(tx)
     if how in KERNELS:
