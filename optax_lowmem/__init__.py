@@ -39,7 +39,6 @@ from optax_lowmem._src.optim.wrappers.explain import explain
 from optax_lowmem._src.optim.wrappers.fuse import fuse_updates
 from optax_lowmem._src.optim.wrappers.init import init
 from optax_lowmem._src.optim.wrappers.inject import inject_hyperparams
-from optax_lowmem._src.optim.wrappers.loss_scale import per_tensor_loss_scale
 from optax_lowmem._src.optim.wrappers.reset import reset
 from optax_lowmem._src.optim.wrappers.slots import register_slot
 from optax_lowmem._src.optim.wrappers.split import split_master_weights
@@ -84,7 +83,6 @@ __all__ = [
     "inject_hyperparams",
     "master_params",
     "memory",
-    "per_tensor_loss_scale",
     "q_adam_mini",
     "q_adamw",
     "register_slot",

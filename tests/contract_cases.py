@@ -196,7 +196,6 @@ WRAPPERS: dict[str, Callable[[Any, Form], optax.GradientTransformationExtraArgs]
     "accumulate_gradients": _wraps(lambda tx: lowmem.accumulate_gradients(tx, 1)),
     "into moments": _wraps(lambda tx: lowmem.accumulate_gradients(tx, 1, "moments")),
     "track_master_ema": _wraps(lambda tx: lowmem.track_master_ema(tx, 0.9)),
-    "per_tensor_loss_scale": _wraps(lambda tx: lowmem.per_tensor_loss_scale(tx, 1.0)),
     "inject_hyperparams": lambda lr, form: lowmem.inject_hyperparams(lowmem.flash_adamw)(
         lr, storage=form.storage(FLASH)
     ),

@@ -71,7 +71,6 @@ def of_noise(shape: tuple[int, int], name: str) -> Made:
     kernel = {
         "sums": lambda g, key, **how: noise_kernel.noise_sums(g, key, own, **how),
         "alone": lambda _, key, **how: noise_kernel.noise_of(key, shape, own, BF16, **how),
-        "packed": lambda _, key, **how: noise_kernel.packed_noise(key, shape, **how),
     }[name]
     return kernel, (drawn(*shape) if name == "sums" else (), key)
 
@@ -105,7 +104,7 @@ def of_means(shape: tuple[int, int], block: Block) -> Made:
 
 def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
     found: dict[str, tuple[Callable[..., Made], Any]] = {
-        **{f"noise-{name}": (of_noise, name) for name in ("sample", "sums", "alone", "packed")},
+        **{f"noise-{name}": (of_noise, name) for name in ("sample", "sums", "alone")},
         **{f"fp8-{name}": (of_flow, name) for name in ("norm", "norm/restored")},
         **{f"fp8-gate/{name}": (of_flow, name) for name in ("silu", "gelu")},
         **{f"codes-{x}": (of_codes, x) for x in ("rows", "transposed", "both", "transpose")},

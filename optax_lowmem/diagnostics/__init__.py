@@ -7,7 +7,7 @@ from optax_lowmem._src.training.diagnostics.codes import (
     largest_step,
     stalled_leaves,
 )
-from optax_lowmem._src.training.diagnostics.per_leaf import norm_drift, norms, rms
+from optax_lowmem._src.training.diagnostics.per_leaf import norms, rms
 from optax_lowmem._src.training.diagnostics.spikes import (
     Prediction,
     SpikeDetector,
@@ -27,7 +27,6 @@ __all__ = [
     "code_shares",
     "largest_step",
     "loss_spikes",
-    "norm_drift",
     "norms",
     "predicted",
     "rms",

@@ -11,14 +11,7 @@ from optax_lowmem._src.layers.noise.bitwidth import (
 )
 from optax_lowmem._src.layers.noise.distributions import NOISES
 from optax_lowmem._src.layers.noise.formats import FORMATS
-from optax_lowmem._src.layers.noise.sampling import (
-    draw,
-    draw_packed,
-    noise_key,
-    perturb,
-    sample,
-    unpack,
-)
+from optax_lowmem._src.layers.noise.sampling import draw, noise_key, perturb, sample
 from optax_lowmem._src.optim.clean_weights import clean_params
 from optax_lowmem._src.training.gaussws_noise.states import (
     BitsTable,
@@ -41,7 +34,6 @@ __all__ = [
     "bitwidths",
     "clean_params",
     "draw",
-    "draw_packed",
     "fake_cast",
     "most_bits",
     "noise_key",
@@ -50,5 +42,4 @@ __all__ = [
     "safe_format",
     "sample",
     "underflow_share",
-    "unpack",
 ]

@@ -65,7 +65,6 @@ def drawn(name, shape):
         return (
             noise_kernel.noise_sums(g, key, own, backend="triton"),
             noise_kernel.noise_of(key, shape, own, BF16, backend="triton"),
-            noise_kernel.packed_noise(key, shape, backend="triton"),
         )
 
     return run, array(*shape, dtype=BF16), KEY
@@ -225,7 +224,7 @@ def encoded(x):
 def noisy(w):
     sampled, pull = jax.vjp(lambda b: gaussws.sample(w, b, jnp.uint32(3)), jnp.full((2, 8), 6.0))
     r = gaussws.draw(jnp.uint32(1), (40, 70), noise="gaussws", dtype=BF16)
-    return pull(sampled), gaussws.draw_packed(jnp.uint32(1), w.shape), r
+    return pull(sampled), r
 
 
 def stored(x):
@@ -243,7 +242,7 @@ def averaged(*gradients):
 
 PUBLIC = {
     "group codec": (encoded, [(64, 256)], ["group_encode", "group_decode"]),
-    "noise": (noisy, [(64, 256)], ["noise", "noise_sums", "packed_noise", "sample_weights"]),
+    "noise": (noisy, [(64, 256)], ["noise", "noise_sums", "sample_weights"]),
     "fp8": (stored, [(64, 256)], ["fp8_store_gated"] * 4 + ["fp8_store_normed"]),
     "codes": (in_codes, [(64, 256)], ["quantize_rows", "quantize_transposed"]),
     "means": (averaged, [(512, 256)] * 2, ["block_means"] * 2),

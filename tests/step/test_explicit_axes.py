@@ -69,7 +69,6 @@ FORMS = {
     "into bfloat16": lowmem.accumulate_gradients(OURS, 2, into="bfloat16"),
     "into moments": lowmem.accumulate_gradients(OURS, 2, into="moments"),
     "track_master_ema": lowmem.track_master_ema(OURS, 0.9),
-    "per_tensor_loss_scale": lowmem.per_tensor_loss_scale(OURS, 2.0**10),
     "update_clipping": lowmem.update_clipping(optax.adamw(1e-3), b2=0.999, eps=1e-8),
     "gaussws_noise": lowmem.gaussws_noise(OURS, ("rows", "columns", "half groups")),
     "chain": lowmem.chain(optax.clip_by_global_norm(1.0), OURS),

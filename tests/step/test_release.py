@@ -472,7 +472,6 @@ def clipped():
         (lambda: lowmem.accumulate_gradients(lowmem.flash_adamw(1e-3), 2, "moments"), "accumul"),
         (lambda: optax.MultiSteps(lowmem.flash_adamw(1e-3), 2), "MultiSteps"),
         (lambda: optax.apply_if_finite(lowmem.flash_adamw(1e-3), 2), "apply_if_finite"),
-        (lambda: lowmem.per_tensor_loss_scale(lowmem.flash_adamw(1e-3), 2.0), "loss_scale"),
         (lambda: lowmem.compress_state(optax.adamw(1e-3), mu=SOFTSIGN), "compress"),
         (lambda: optax.adamw(1e-3), "chain"),
     ],

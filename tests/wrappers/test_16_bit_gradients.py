@@ -32,7 +32,6 @@ LINKS = {
     "accumulated": lambda tx: lowmem.accumulate_gradients(tx, 2, "bfloat16"),
     "chain": lambda tx: lowmem.chain(optax.clip_by_global_norm(1.0), tx),
     "trace before": lambda tx: lowmem.chain(optax.trace(0.9), tx),
-    "loss scale": lambda tx: lowmem.per_tensor_loss_scale(tx, 2.0),
     "noise": lambda tx: lowmem.gaussws_noise(tx, "w"),
 }
 INNER = {

@@ -176,9 +176,6 @@ ARGUMENTS = {
         r"decay must be in \[0, 1\), got": [
             functools.partial(lowmem.track_master_ema, optax.sgd(0.1), decay)
             for decay in (1.0, 1, -0.1, 2.0)],
-        "scale must be": [
-            functools.partial(lowmem.per_tensor_loss_scale, optax.sgd(1.0), scale)
-            for scale in (0, -1.0)],
         "every must be a number of micro-batches, at least 1, got": [
             functools.partial(lowmem.accumulate_gradients, optax.sgd(0.1), every, "bfloat16")
             for every in (0, -1, 2.0, True, "4")],
@@ -293,7 +290,6 @@ ARGUMENTS = {
             lambda: compressed_of(optax.adam), lambda: lowmem.compand_momentum(optax.adam),
             lambda: lowmem.split_master_weights(optax.adam),
             lambda: lowmem.accumulate_gradients(optax.adam, 2, into="bfloat16"),
-            lambda: lowmem.per_tensor_loss_scale(optax.adam, 2.0),
             lambda: lowmem.gaussws_noise(optax.adam)],
         "a dict is not an optax transformation.*such as optax.adam": [
             lambda: lowmem.sqrt_variance_quant(weights()),

@@ -61,7 +61,9 @@ CODECS = {"mu": lowmem.codecs.softsign(), "nu": lowmem.codecs.sqrt()}
 NESTED = {
     "split of ours": lambda: lowmem.split_master_weights(lowmem.flash_adamw(1e-3, storage=UNSPLIT)),
     "split of a wrapper of ours": lambda: lowmem.split_master_weights(
-        lowmem.per_tensor_loss_scale(lowmem.flash_adamw(1e-3, storage=UNSPLIT), 2.0)
+        lowmem.update_clipping(
+            lowmem.flash_adamw(1e-3, storage=UNSPLIT), b2=0.999, eps=1e-8
+        )
     ),
     "codecs in codecs": lambda: lowmem.split_master_weights(
         lowmem.compand_momentum(lowmem.sqrt_variance_quant(optax.adamw(1e-3)))

@@ -57,7 +57,6 @@ WRAPPED = {
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "accumulate": lambda tx: lowmem.accumulate_gradients(tx, 2, "bfloat16"),
     "ema": lambda tx: lowmem.track_master_ema(tx, 0.9),
-    "loss scale": lambda tx: lowmem.per_tensor_loss_scale(tx, 1.0),
     "inject": lambda tx: optax.inject_hyperparams(lowmem.flash_adamw, hyperparam_dtype=jnp.float32)(
         RATE
     ),

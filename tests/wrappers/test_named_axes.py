@@ -204,7 +204,6 @@ WRAPPED = {
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     "accumulate": lambda tx: lowmem.accumulate_gradients(tx, 2, "bfloat16"),
     "ema": lambda tx: lowmem.track_master_ema(tx, 0.9),
-    "loss scale": lambda tx: lowmem.per_tensor_loss_scale(tx, 1.0),
     "gaussws": lambda tx: lowmem.gaussws_noise(tx),
 }
 OTHERS = {

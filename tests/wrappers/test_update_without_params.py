@@ -30,7 +30,6 @@ NEEDLESS = {
     "chain": lambda **how: lowmem.chain(
         optax.clip_by_global_norm(1.0), lowmem.flash_adam(1e-2, **how)
     ),
-    "loss scale": lambda **how: lowmem.per_tensor_loss_scale(lowmem.flash_adam(1e-2, **how), 2.0),
 }
 
 

@@ -162,7 +162,6 @@ class Layer(NamedTuple):
 NAMED = {
     **SPLIT,
     "ema": lambda: lowmem.track_master_ema(lowmem.flash_adamw(1e-3), 0.9),
-    "loss scale": lambda: lowmem.per_tensor_loss_scale(lowmem.flash_adamw(1e-3), 2.0),
 }
 
 

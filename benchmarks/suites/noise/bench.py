@@ -32,7 +32,7 @@ SHAPES = [
 ]  # fmt: skip
 NORMAL, XLA = "jax-normal", "gaussws-xla"
 FORWARD = ["gaussws", "box-muller", "diffq", NORMAL, XLA]
-ALONE = ["gaussws", "gaussws-packed", "box-muller", "diffq", NORMAL]
+ALONE = ["gaussws", "box-muller", "diffq", NORMAL]
 NAMES = sorted({*FORWARD, *ALONE})
 OPTIMIZERS = ["flash_adamw", "flash_adam_mini"]
 STEPS = 10  # in a call
@@ -63,11 +63,9 @@ def forward(name: str) -> Callable[..., jax.Array]:
 
 
 def alone(name: str, shape: tuple[int, ...]) -> Callable[..., jax.Array]:
-    """key -> R in bf16, packed in 4 bits, or a normal that is not yet rounded."""
+    """key -> R in bf16, or a normal that is not yet rounded."""
     if name == NORMAL:
         return functools.partial(normal, shape=shape)
-    if name == "gaussws-packed":
-        return functools.partial(kernels.packed_noise, shape=shape)
     noise = distributions.NOISES[name]
     return functools.partial(kernels.noise_of, shape=shape, noise=noise, dtype=BF16)
 

@@ -264,11 +264,6 @@ def widen(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def widen_float(x: jax.Array) -> jax.Array:
-    """Convert 8- and 16-bit floats to f32; return other dtypes unchanged."""
-    return widen(x) if is_narrow(x.dtype) else x
-
-
 def is_narrow(dtype: jnp.dtype) -> bool:
     """Return whether a dtype is a float of 8 or 16 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4

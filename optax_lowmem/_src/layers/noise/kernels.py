@@ -33,7 +33,7 @@ from optax_lowmem._src.kernels.along_axes import (
     in_groups,
     names_of,
 )
-from optax_lowmem._src.layers.noise.distributions import EIGHT, GAUSSWS, Noise, pack
+from optax_lowmem._src.layers.noise.distributions import EIGHT, Noise
 from optax_lowmem._src.layers.noise.formats import Format, Scaled
 
 # ---- square blocks of 32 on the last two axes; those at the end of an axis may be partial --------
@@ -88,11 +88,6 @@ def words_of(key: jax.Array, shape: tuple[int, ...], draws: int) -> list[jax.Arr
     """Return `draws` arrays of random words for [..., m, n], each [..., ceil(m / 8), n]."""
     places = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])
     return random.draw_words(random.word_keys(key), random.indices(places), draws)
-
-
-def packed_noise_plain(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return GaussWS' R of an array [..., m, n] as words [..., ceil(m / 8), n] of eight rows."""
-    return pack(*words_of(key, shape, GAUSSWS.draws))
 
 
 def noise_of_plain(
@@ -286,11 +281,3 @@ def noise_of(key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: jnp.dt
     """Compute `noise_of_plain` in a dtype, in one kernel if supported."""
     plain = functools.partial(noise_of_plain, shape=shape, noise=noise, dtype=dtype)
     return _fastest("noise_of", plain, shape, dtype, key, results=[_names(shape)], unit=EIGHT)
-
-
-def packed_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Compute `packed_noise_plain`, in one kernel if supported."""
-    plain = functools.partial(packed_noise_plain, shape=shape)
-    *rest, rows, columns = _names(shape)
-    results = [(*rest, *in_groups(rows), columns)]
-    return _fastest("packed_noise", plain, shape, jnp.float32, key, results=results, unit=EIGHT)

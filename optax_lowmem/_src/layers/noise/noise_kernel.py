@@ -20,7 +20,7 @@ from optax_lowmem._src.arrays.codecs import split_of
 from optax_lowmem._src.arrays.groups import result_like
 from optax_lowmem._src.kernels import gpu_kernel
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
-from optax_lowmem._src.layers.noise.distributions import EIGHT, GAUSSWS, Noise
+from optax_lowmem._src.layers.noise.distributions import EIGHT, Noise
 from optax_lowmem._src.layers.noise.formats import Format, Scaled
 from optax_lowmem._src.layers.noise.kernels import SIDE, block_shape
 
@@ -81,11 +81,6 @@ class _Place:
         """Store one of the eight elements of each word."""
         part, there = self._part(x, self.word * EIGHT + index)
         x.store(*part, values=values, mask=there)
-
-    def store_words(self, x: Operand, words: jax.Array) -> None:
-        """Store the words themselves, in an array [layers, ceil(m / 8), n]."""
-        part, there = self._part(x, self.word)
-        x.store(*part, values=words, mask=there)
 
     def of_blocks(self, x: Operand) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """Return the indices of the strip's blocks in [layers, blocks, blocks], and a mask."""
@@ -153,19 +148,10 @@ def _sums_body(
 
 
 def _noise_body(
-    noise: Noise,
-    packed: bool,
-    strip: Strip,
-    shape: Shape,
-    program: Program,
-    keys: Operand,
-    out: Operand,
+    noise: Noise, strip: Strip, shape: Shape, program: Program, keys: Operand, out: Operand
 ) -> None:
     here = _Place(strip, shape, program)
     prepared = here.prepared(noise, keys)
-    if packed:
-        here.store_words(out, prepared)
-        return
     for k in range(EIGHT):
         here.store(out, k, noise.element(prepared, k).astype(out.dtype))
 
@@ -247,23 +233,7 @@ def noise_of(
 ) -> jax.Array:
     """Compute `kernels.noise_of_plain` in a dtype."""
     layers = (math.prod(shape[:-2]), *shape[-2:])
-    body = functools.partial(_noise_body, noise, False)
+    body = functools.partial(_noise_body, noise)
     out = result_like(key, layers, dtype)
     (result,) = _call(body, "noise", shape, [out], strip, backend, key.reshape(-1))
     return result.reshape(shape)
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "strip", "backend"))
-def packed_noise(
-    key: jax.Array,
-    shape: Shape,
-    strip: Strip = Strip(warps=2),  # noqa: B008 (frozen)
-    backend: str = "pallas",
-) -> jax.Array:
-    """Compute `kernels.packed_noise_plain`."""
-    words = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])
-    layers = (math.prod(shape[:-2]), *words[-2:])
-    body = functools.partial(_noise_body, GAUSSWS, True)
-    out = result_like(key, layers, jnp.dtype(jnp.uint32))
-    (result,) = _call(body, "packed_noise", shape, [out], strip, backend, key.reshape(-1))
-    return result.reshape(words)

@@ -12,7 +12,7 @@ from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.hyperparameters import check_choice
 from optax_lowmem._src.arrays.sharding import reshard_like
 from optax_lowmem._src.layers.noise import distributions, formats, kernels
-from optax_lowmem._src.layers.noise.distributions import EIGHT, Noise
+from optax_lowmem._src.layers.noise.distributions import Noise
 from optax_lowmem._src.layers.noise.formats import Format
 
 
@@ -87,49 +87,6 @@ def draw(
     """
     kernels.check_matrix("noise", jax.ShapeDtypeStruct(shape, jnp.float32))
     return kernels.noise_of(as_key(key), tuple(shape), noise_named(noise), jnp.dtype(dtype))
-
-
-def draw_packed(key: int | jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Draw GaussWS' R, packed in half a byte per element.
-
-    Args:
-      key: as in `draw`.
-      shape: [..., m, n].
-
-    Returns:
-      uint32 [..., ceil(m / 8), n]: each word holds eight elements of a column, the first in its
-      lowest bits. Of an element's four bits, the lowest are the magnitude, the highest the sign.
-
-    Example:
-      >>> import jax
-      >>> from optax_lowmem import gaussws
-      >>> words = gaussws.draw_packed(jax.random.key(0), (64, 48))
-      >>> words.shape, bool((gaussws.unpack(words) == gaussws.draw(jax.random.key(0), (64, 48))).all())
-      ((8, 48), True)
-    """  # noqa: E501
-    kernels.check_matrix("noise", jax.ShapeDtypeStruct(shape, jnp.float32))
-    return kernels.packed_noise(as_key(key), tuple(shape))
-
-
-def unpack(words: jax.Array, rows: int | None = None) -> jax.Array:
-    """Unpack the words of `draw_packed` to R, f32 [..., m, n].
-
-    Args:
-      words: uint32 [..., ceil(m / 8), n].
-      rows: m; by default 8 times the number of rows of words.
-
-    Returns:
-      R, f32.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from optax_lowmem import gaussws
-      >>> gaussws.unpack(jnp.uint32([[0x000000A1]])).ravel().tolist()[:3]
-      [1.0, -2.0, 0.0]
-    """
-    numbers = jnp.stack([distributions.number(words, k) for k in range(EIGHT)], axis=-2)
-    numbers = numbers.reshape(*words.shape[:-2], -1, words.shape[-1])
-    return numbers if rows is None else numbers[..., :rows, :]
 
 
 def _bits_per_block(w: jax.Array, bits: ArrayLike) -> jax.Array:

@@ -1,12 +1,11 @@
-"""Scalars per leaf: RMS_t of gradients, norms of the master weights and their drift."""
+"""Scalars per leaf: RMS_t of gradients, norms of the master weights."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
 from optax_lowmem._src.arrays import numerics, patterns, trees
 from optax_lowmem._src.arrays.codecs import GroupCodec, StoredSlot, decode_array
@@ -194,7 +193,7 @@ def norms(
       leaves: glob patterns on leaf paths; each must match some leaf.
 
     Returns:
-      Leaf path -> f32 scalar, for a logger or as the reference of `norm_drift`.
+      Leaf path -> f32 scalar.
 
     Raises:
       TypeError: for a string as `leaves`.
@@ -214,38 +213,3 @@ def norms(
     weights = _chosen(trees.named_leaves(params), leaves)
     masters = master_params(weights, () if state is None else state)
     return {path: jnp.sqrt(jnp.sum(jnp.square(masters[path]))) for path in weights}
-
-
-def norm_drift(
-    now: Mapping[str, ArrayLike], reference: Mapping[str, ArrayLike]
-) -> dict[str, jax.Array]:
-    r"""Return :math:`\lVert\theta_t\rVert / \lVert\theta_0\rVert - 1`, the change of weight norms.
-
-    Args:
-      now: leaf path -> norm, as returned by `norms`.
-      reference: the same at an earlier step; may be plain numbers, with more leaves than `now`.
-
-    Returns:
-      Leaf path -> f32 scalar: 0.1 if a norm has grown by 10 %. For a reference of zero, 0 while
-      the norm is zero, then inf.
-
-    Raises:
-      ValueError: for a leaf without a reference.
-
-    Example:
-      >>> import optax_lowmem as lowmem
-      >>> drift = lowmem.diagnostics.norm_drift({"w": 3.0, "b": 0.0}, {"w": 2.0, "b": 0.0})
-      >>> {path: float(change) for path, change in drift.items()}
-      {'w': 0.5, 'b': 0.0}
-    """
-    missing = [path for path in now if path not in reference]
-    if missing:
-        raise ValueError(
-            f"the reference has no norm of '{missing[0]}', only of "
-            f"{', '.join(list(reference)[:3]) or 'no leaf'}: compute both with the same `leaves`."
-        )
-    results = {}
-    for path in now:
-        norm, before = (jnp.asarray(norms[path], jnp.float32) for norms in (now, reference))
-        results[path] = jnp.where((norm == 0) & (before == 0), jnp.float32(0), norm / before - 1)
-    return results
