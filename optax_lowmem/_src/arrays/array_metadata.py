@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from optax_lowmem._src.arrays.typing import PyTree, Structure
+
 # If no mesh is known, assume up to this many shards per axis, times any odd number.
 _PARTS = 64
 # Of NNX, whose versions have different names: https://github.com/google/flax/issues/5248. In the
@@ -50,7 +52,7 @@ def is_variable(node: object) -> bool:
     return _kind(node) == "variable"
 
 
-def pure(tree: Any) -> Any:
+def pure(tree: PyTree) -> PyTree:
     """Replace the NNX variables of a tree by their arrays."""
     from flax import nnx
 
@@ -90,11 +92,11 @@ def like(
     if not any(map(has_metadata, nodes)):
         return jax.tree.unflatten(jax.tree.structure(reference), arrays)
     if any(map(has_metadata, jax.tree.leaves(before, is_leaf=has_metadata))):
-        kept: Any = jax.tree.structure(before)
+        kept: Structure = jax.tree.structure(before)
         if kept.num_leaves == len(arrays):
             return jax.tree.unflatten(kept, arrays)
     rest = iter(arrays)
-    treedef = jax.tree.structure(reference, is_leaf=has_metadata)
+    treedef: Structure = jax.tree.structure(reference, is_leaf=has_metadata)
     return jax.tree.unflatten(treedef, [_fitted(node, rest) for node in nodes])
 
 
@@ -103,7 +105,7 @@ def has_metadata(node: object) -> bool:
     return _kind(node) is not None
 
 
-def _fitted(node: Any, rest: Iterable[Any]) -> Any:
+def _fitted(node: PyTree, rest: Iterable[PyTree]) -> PyTree:
     """Rebuild a node from the next arrays; adjust its metadata if it holds one array."""
     leaves, treedef = jax.tree.flatten(node)
     arrays = list(itertools.islice(rest, len(leaves)))
@@ -175,8 +177,8 @@ def _sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
 
 
 def fitted_variable(
-    variable: Any, shape: tuple[int, ...], whole: tuple[int, ...] | None = None
-) -> Any:
+    variable: PyTree, shape: tuple[int, ...], whole: tuple[int, ...] | None = None
+) -> PyTree:
     """Return an NNX variable whose metadata shard only the axes that its shape allows.
 
     The variable is of an optimizer's state, with the metadata of its parameter, of shape `whole`.
@@ -196,7 +198,7 @@ def _fitting(
     metadata: Mapping[str, Any],
     shape: tuple[int, ...],
     whole: tuple[int, ...] | None,
-) -> Any:
+) -> PyTree:
     from flax.core import meta, spmd
 
     named = isinstance(sharding, NamedSharding)

@@ -5,13 +5,15 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.typing import ArrayLike
+
+from optax_lowmem._src.arrays.typing import PyTree
 
 _PART, _COLUMNS = 64, 8192
 
@@ -71,12 +73,12 @@ class Block:
         """A representative, equal for all blocks with as many `parts`."""
         return Block()
 
-    def operands(self, v: jax.Array, shape: tuple[int, ...]) -> Any:
+    def operands(self, v: jax.Array, shape: tuple[int, ...]) -> PyTree:
         """Split v_mean into the operands of a leaf's step: one array for each of `parts`."""
         del shape
         return v
 
-    def of_elements(self, operands: Any, shape: tuple[int, ...]) -> jax.Array:
+    def of_elements(self, operands: PyTree, shape: tuple[int, ...]) -> jax.Array:
         """Broadcast `operands` to the elements of a leaf, and multiply them."""
         fitted = self.fit(shape)
         arrays = jax.tree.leaves(operands)
@@ -201,7 +203,7 @@ class Factors(Block):
         """A representative, equal for all leaves with row and column means."""
         return Factors((0, 1))
 
-    def operands(self, v: jax.Array, shape: tuple[int, ...]) -> Any:
+    def operands(self, v: jax.Array, shape: tuple[int, ...]) -> PyTree:
         """Return R over its mean, and C, in the leaf's rank; NaN if an R is infinite or NaN."""
         one, other = self.fit(shape).axes
         # hide the offsets from XLA: it would give v the sharding of R and communicate, though v is

@@ -10,8 +10,9 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.arrays import numerics
+from optax_lowmem._src.arrays.typing import PyTree
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., PyTree])
 
 
 def compiled(function: F) -> F:
@@ -29,7 +30,7 @@ def compiled(function: F) -> F:
     """
 
     @functools.wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
+    def call(*args: PyTree, **named: Any) -> PyTree:
         leaves, treedef = jax.tree.flatten((args, named))
         if not is_eager(leaves) or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return function(*args, **named)
@@ -53,7 +54,7 @@ def is_eager(leaves: Iterable[object]) -> bool:
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
 
 
-def is_free(leaves: list[Any]) -> bool:
+def is_free(leaves: list[PyTree]) -> bool:
     """Return whether all leaves are concrete JAX arrays that are not committed to a device.
 
     New arrays like them may then be placed on any device, like the results of a program.
@@ -64,8 +65,11 @@ def is_free(leaves: list[Any]) -> bool:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
-    function: Callable[..., Any], treedef: PyTreeDef, static: tuple[Any, ...], arrays: list[Any]
-) -> Any:
+    function: Callable[..., PyTree],
+    treedef: PyTreeDef,
+    static: tuple[Any, ...],
+    arrays: list[PyTree],
+) -> PyTree:
     rows = zip(static, arrays, strict=True)
     leaves = [array if fixed is None else fixed[1] for fixed, array in rows]
     args, named = jax.tree.unflatten(treedef, leaves)
@@ -75,7 +79,9 @@ def _run(
 FEW = 8  # up to this many rows share one program
 
 
-def each(function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], *shared: Any) -> list[Any]:
+def each(
+    function: Callable[..., PyTree], rows: Sequence[tuple[PyTree, ...]], *shared: Any
+) -> list[PyTree]:
     """Return [function(*row, *shared) for row in rows], compiled where it is called eagerly.
 
     Up to `FEW` rows compile to one program. More rows run one by one, and rows with equal shapes
@@ -89,8 +95,8 @@ def each(function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], *shared:
 
 @compiled
 def _each(
-    function: Callable[..., Any], rows: list[tuple[Any, ...]], shared: tuple[Any, ...]
-) -> list[Any]:
+    function: Callable[..., PyTree], rows: list[tuple[PyTree, ...]], shared: tuple[Any, ...]
+) -> list[PyTree]:
     return [function(*row, *shared) for row in rows]
 
 

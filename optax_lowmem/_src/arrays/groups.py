@@ -6,14 +6,13 @@ Groups never span rows, so that codes shard like the parameter, without collecti
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays import varying
-from optax_lowmem._src.arrays.typing import Tree
+from optax_lowmem._src.arrays.typing import PyTree, Tree
 
 
 def group_count(length: int, group_size: int) -> int:
@@ -70,7 +69,7 @@ def next_power_of_two(number: int) -> int:
 
 
 def result_like(
-    x: Any, shape: tuple[int, ...] | None = None, dtype: DTypeLike | None = None
+    x: PyTree, shape: tuple[int, ...] | None = None, dtype: DTypeLike | None = None
 ) -> jax.ShapeDtypeStruct:
     """Return the type of a kernel's result, which varies over mesh axes as operand `x` does."""
     shape, dtype = x.shape if shape is None else shape, x.dtype if dtype is None else dtype

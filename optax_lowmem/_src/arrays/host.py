@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from optax_lowmem._src.arrays.typing import PyTree
+
 PINNED = "pinned_host"
 Item = TypeVar("Item")
 AHEAD = 2  # stages that are dispatched and have not ended
@@ -20,7 +22,7 @@ class PerLayer:
     def __init__(self, parts: Iterable[Any]):
         self.parts = tuple(parts)
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[PyTree, PyTree]], None]:
         return [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(self.parts)], None
 
     @classmethod
@@ -39,10 +41,10 @@ def is_per_layer(node: object) -> bool:
     return isinstance(node, PerLayer)
 
 
-def stacked(tree: Any) -> Any:
+def stacked(tree: PyTree) -> PyTree:
     """Return a tree with each `PerLayer` as one array, in the memory of its parts."""
 
-    def whole(node: Any) -> Any:
+    def whole(node: PyTree) -> PyTree:
         if not is_per_layer(node):
             return node
         there = node.parts[0].sharding
@@ -56,7 +58,7 @@ def stacked(tree: Any) -> Any:
 _concatenated = jax.jit(jnp.concatenate)
 
 
-def is_on_host(x: Any) -> bool:
+def is_on_host(x: PyTree) -> bool:
     """Return whether an array is in another memory than that of its device."""
     if isinstance(x, jax.core.Tracer):
         return jax.typeof(x).memory_space == jax.memory.Space.Host
@@ -71,7 +73,7 @@ def _default_kind(sharding: Sharding) -> str:
     return str(device.default_memory().kind)
 
 
-def brought(tree: Any) -> Any:
+def brought(tree: PyTree) -> PyTree:
     """Copy the arrays that are in host memory to their devices."""
 
     def place(x: jax.Array) -> Sharding:
@@ -80,7 +82,7 @@ def brought(tree: Any) -> Any:
     return jax.device_put(tree, jax.tree.map(place, tree))
 
 
-def put(tree: Any, shardings: Any, **how: Any) -> Any:
+def put(tree: PyTree, shardings: Any, **how: Any) -> PyTree:
     """Copy a tree of arrays, as `jax.device_put` does; of shapes, return those of the copies."""
     if not has_shapes(tree):
         return jax.device_put(tree, shardings, **how)
@@ -88,12 +90,12 @@ def put(tree: Any, shardings: Any, **how: Any) -> Any:
     return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), tree, shardings)
 
 
-def put_back(tree: Any, before: Any) -> Any:
+def put_back(tree: PyTree, before: PyTree) -> PyTree:
     """Copy arrays to where those of another tree are."""
     return put(tree, jax.tree.map(lambda x: x.sharding, before))
 
 
-def device_of(tree: Any) -> jax.Device:
+def device_of(tree: PyTree) -> jax.Device:
     """Return the device of all arrays of a tree; raises if there are several."""
     shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
     devices = {d for s in shardings if isinstance(s, Sharding) for d in s.device_set}
@@ -108,7 +110,7 @@ def device_of(tree: Any) -> jax.Device:
 # ---- shapes in place of arrays -------------------------------------------------------------------
 
 
-def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
     """Return the shape of an array; it has a sharding if the array is committed to a device."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
@@ -116,7 +118,7 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 
-def has_shapes(tree: Any) -> bool:
+def has_shapes(tree: PyTree) -> bool:
     """Return whether a tree has shapes in place of arrays."""
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
 
@@ -128,12 +130,12 @@ class Stage:
     function, if there are any: JAX ignores unused ones when it commits the results.
     """
 
-    def __init__(self, function: Callable[..., Any], **how: Any):
+    def __init__(self, function: Callable[..., PyTree], **how: Any):
         # without `keep_unused`, with which JAX never frees a compiled program (no upstream issue
         # known; jax 0.12.0)
         self.jitted = jax.jit(function, **how)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: PyTree) -> PyTree:
         if not has_shapes(args):
             return self.jitted(*args)
         shapes = self.jitted.eval_shape(*args)
@@ -152,9 +154,9 @@ class RunAhead:
     """
 
     def __init__(self) -> None:
-        self._stages: collections.deque[Any] = collections.deque()
+        self._stages: collections.deque[PyTree] = collections.deque()
 
-    def add(self, results: Any, consumed: Any = ()) -> None:
+    def add(self, results: PyTree, consumed: PyTree = ()) -> None:
         """Wait for the stage before the one that was just dispatched, then delete its `consumed`.
 
         `results` are arrays that the new stage makes, and that no other takes the place of.
@@ -176,9 +178,9 @@ class RunAhead:
                 x.delete()
 
 
-def ahead(items: Iterable[Item], bring: Callable[[Item], Any]) -> Iterator[Any]:
+def ahead(items: Iterable[Item], bring: Callable[[Item], PyTree]) -> Iterator[PyTree]:
     """Yield bring(item) for each item, called while the one before is in use."""
-    coming: collections.deque[Any] = collections.deque()
+    coming: collections.deque[PyTree] = collections.deque()
     for item in items:
         coming.append(bring(item))
         if len(coming) == AHEAD:

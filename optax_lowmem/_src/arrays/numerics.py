@@ -9,13 +9,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.arrays.typing import Tree
+from optax_lowmem._src.arrays.typing import PyTree, Tree
 
 MAGNITUDE_MASK = 0x7FFFFFFF
 INF_BITS = 0x7F800000
@@ -283,7 +282,7 @@ def forbid_differentiation(tree: Tree) -> Tree:
 
 
 @forbid_differentiation.defjvp
-def _refuse_update(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+def _refuse_update(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
     raise TypeError(
         "an update that keeps 8-bit state or splits master weights has no derivative, and JAX "
         "would give a wrong one. Take the gradient of the loss alone, with the update outside of "
@@ -293,7 +292,7 @@ def _refuse_update(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]
     )
 
 
-def _refuse_flow(*args: Any) -> Any:
+def _refuse_flow(*args: PyTree) -> PyTree:
     raise TypeError(
         "the gradients of an FP8 flow have no derivative: rounding has none. For second "
         "derivatives use the ordinary layers."
@@ -301,8 +300,8 @@ def _refuse_flow(*args: Any) -> Any:
 
 
 def first_order_only(
-    function: Callable[..., Any], static: int = 1, refuse: Callable[..., Any] = _refuse_flow
-) -> Callable[..., Any]:
+    function: Callable[..., PyTree], static: int = 1, refuse: Callable[..., PyTree] = _refuse_flow
+) -> Callable[..., PyTree]:
     """Make a function of a custom derivative rule raise if it is differentiated again.
 
     Rounding has no derivative, so second derivatives would silently lack a term. The function takes

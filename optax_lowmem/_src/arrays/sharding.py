@@ -19,7 +19,7 @@ from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.arrays.compiled import is_eager
 from optax_lowmem._src.arrays.groups import group_count
 from optax_lowmem._src.arrays.shards import Shards, axes_of, divides, spec_of
-from optax_lowmem._src.arrays.typing import Tree
+from optax_lowmem._src.arrays.typing import PyTree, Tree
 
 Sharding = NamedSharding | PartitionSpec | None  # of a leaf; None means replicated
 Given = TypeVar("Given")
@@ -170,7 +170,7 @@ def sharding_of(x: object) -> NamedSharding | None:
     return sharding
 
 
-def sharding_of_values(codes: Any, length: int) -> NamedSharding | None:
+def sharding_of_values(codes: PyTree, length: int) -> NamedSharding | None:
     """Return the sharding of decoded values, which follows the codes'; None without Explicit axes.
 
     `length` is of the values' last axis; a byte of codes may hold several values.
@@ -184,7 +184,7 @@ def sharding_of_values(codes: Any, length: int) -> NamedSharding | None:
 
 
 def filled_like(
-    path: str, x: Any, form: jax.ShapeDtypeStruct, group_size: int, value: Any
+    path: str, x: PyTree, form: jax.ShapeDtypeStruct, group_size: int, value: Any
 ) -> jax.Array:
     """Return a constant state array of parameter `x`, with a sharding that follows `x`'s."""
     if form.shape == x.shape:
@@ -209,7 +209,7 @@ def reshard_like(tree: Tree, other: object) -> Tree:
     return jax.tree.map(lambda x, like: reshard(x, sharding_of(like)), tree, other)
 
 
-def left_to_xla(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+def left_to_xla(function: Callable[..., PyTree], shardings: Any, *args: PyTree) -> PyTree:
     """Call function(*args) with Explicit axes as Auto: XLA chooses the shardings inside.
 
     The function must not close over arrays. If the types of `args` have Explicit axes, the result
@@ -226,13 +226,13 @@ def left_to_xla(function: Callable[..., Any], shardings: Any, *args: Any) -> Any
 
 
 def on_each_device(
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     mesh: Mesh | AbstractMesh,
     typed: bool,
     specs: Any,
     out_specs: Any,
-    *args: Any,
-) -> Any:
+    *args: PyTree,
+) -> PyTree:
     """Call `function` with each device's shards of `args`, by `shard_map`.
 
     If the mesh's axes are Explicit (`typed`), `args` are resharded to `specs` before.

@@ -3,14 +3,14 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.arrays import numerics
-from optax_lowmem._src.arrays.typing import Tree
+from optax_lowmem._src.arrays.typing import KeyPath, PyTree, Structure, Tree
 
 DICTS = (dict, OrderedDict)  # in states: those of optax.partition and optax.named_chain
 _WRAPPED = (jax.tree_util.GetAttrKey("value"), jax.tree_util.FlattenedIndexKey(0))
@@ -20,7 +20,7 @@ NO_PARAMS_MSG = (
 )
 
 
-def path_name(path: tuple[Any, ...]) -> str:
+def path_name(path: KeyPath) -> str:
     """Return the name of a key path, such as `blocks/0/attention/kernel`.
 
     It omits the key of an array in a wrapper: Flax's `.value`, or a first index as in haliax's.
@@ -36,14 +36,14 @@ def some_of(paths: Sequence[str], shown: int = 3) -> str:
 
 
 def named_leaves(
-    tree: object, name_of: Callable[[tuple[Any, ...]], str] = path_name, what: str = "here"
-) -> list[tuple[str, Any]]:
+    tree: object, name_of: Callable[[KeyPath], str] = path_name, what: str = "here"
+) -> list[tuple[str, PyTree]]:
     """Return (name, leaf) pairs in flattening order; raises if two leaves have the same name.
 
     `name_of` returns a name from a key path; `what` says in the error where the names are used.
     """
     named = jax.tree_util.tree_leaves_with_path(tree)
-    known: dict[str, tuple[Any, ...]] = {}
+    known: dict[str, KeyPath] = {}
     for path, _ in named:
         name = name_of(path)
         if name in known:
@@ -123,7 +123,7 @@ def with_values(params: optax.Params) -> optax.Params:
 
 def match(what: str, tree: optax.Updates, params: optax.Params) -> list[jax.Array]:
     """Return the leaves of `tree`; raise unless real, with the structure and shapes of `params`."""
-    like: Any = jax.tree.structure(params)
+    like: Structure = jax.tree.structure(params)
     if like != jax.tree.structure(tree) and (differs := difference(_names(params), _names(tree))):
         raise ValueError(
             f"the {what} tree does not have the structure of the parameters: {differs}. "
@@ -146,7 +146,7 @@ def match(what: str, tree: optax.Updates, params: optax.Params) -> list[jax.Arra
 
 def check_state_tree(tree: object, params: optax.Params) -> None:
     """Raise unless a tree in a state has the leaves of `params`, by name and in order."""
-    like: Any = jax.tree.structure(params)
+    like: Structure = jax.tree.structure(params)
     if like != jax.tree.structure(tree) and (differs := difference(_names(tree), _names(params))):
         raise ValueError(
             f"the state is of other parameters: {differs}. Pass the same tree to init and "
@@ -180,7 +180,7 @@ def check_state(state: optax.OptState, kind: type[NamedTuple]) -> None:
         )
 
 
-def broadcast_prefix(what: str, prefix: object, tree: object) -> list[Any]:
+def broadcast_prefix(what: str, prefix: object, tree: object) -> list[PyTree]:
     """Return the value of a prefix tree (an optax mask) for each leaf of `tree`, in order."""
     try:
         spread = jax.tree.map(lambda value, sub: jax.tree.map(lambda _: value, sub), prefix, tree)
@@ -193,7 +193,7 @@ def broadcast_prefix(what: str, prefix: object, tree: object) -> list[Any]:
     return jax.tree.leaves(spread)
 
 
-def chosen(choice: Any, params: optax.Params) -> Any:
+def chosen(choice: PyTree, params: optax.Params) -> PyTree:
     """Return the tree of an optax-style choice: a tree, or a function of the parameters.
 
     As in optax, a choice is a function if all its leaves are callable: a tree whose class is
@@ -258,7 +258,7 @@ def keep_dtypes(old: Tree, new: Tree, given: optax.Updates | None = None) -> Tre
 
     If none of the `given` gradients is 16-bit, dtypes are not kept, as in optax.
     """
-    before: Any = jax.tree.structure(old)
+    before: Structure = jax.tree.structure(old)
     if before != jax.tree.structure(new):
         return new
     leaves = jax.tree.leaves(given)
@@ -273,7 +273,7 @@ def keep_dtypes(old: Tree, new: Tree, given: optax.Updates | None = None) -> Tre
 
 def states_with(
     state: optax.OptState, field: str, test: Callable[[object], bool] = is_named_tuple
-) -> Iterator[Any]:
+) -> Iterator[PyTree]:
     """Yield every NamedTuple with a given field inside an optimizer state, through any wrapper.
 
     The test is `is_ours` for a field of ours, since a NamedTuple of weights may have the same
@@ -297,7 +297,7 @@ def is_state(node: object, slot: str = "") -> bool:
     return is_named_tuple(node) and (named or slot == "other")
 
 
-def state_fields(state: optax.OptState, name: str = "other") -> Iterator[tuple[str, Any]]:
+def state_fields(state: optax.OptState, name: str = "other") -> Iterator[tuple[str, PyTree]]:
     """Yield (slot, subtree) for every field of every NamedTuple of an optimizer state."""
     if is_state(state, name):
         for field in state._fields:
@@ -329,7 +329,7 @@ def nbytes(tree: object) -> int:
 def widened(tree: Tree, floats_only: bool = False) -> Tree:
     """Convert the arrays of a tree, or only those of narrow floats, to f32; shapes give shapes."""
 
-    def wide(x: Any) -> Any:
+    def wide(x: PyTree) -> PyTree:
         if floats_only and not numerics.is_narrow(x.dtype):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -341,7 +341,7 @@ def widened(tree: Tree, floats_only: bool = False) -> Tree:
 
 def as_given(updates: optax.Updates, gradients: optax.Updates) -> optax.Updates:
     """Cast f32 updates to 16-bit gradients' dtypes; other trees (lookahead's) are unchanged."""
-    treedef: Any = jax.tree.structure(updates)
+    treedef: Structure = jax.tree.structure(updates)
     if treedef != jax.tree.structure(gradients):
         return updates
 

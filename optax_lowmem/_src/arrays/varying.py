@@ -8,18 +8,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from optax_lowmem._src.arrays.typing import PyTree
+
 # Before JAX 0.10 a type has only the axes over which its array varies (`vma`).
 # https://github.com/jax-ml/jax/pull/27893
 _KIND = "manual_axis_type" if hasattr(jax.core.ShapedArray, "manual_axis_type") else "vma"
 
 
-def kind_of(x: Any) -> dict[str, Any]:
+def kind_of(x: PyTree) -> dict[str, Any]:
     """Return `jax.ShapeDtypeStruct` arguments for a result that varies over a mesh as `x` does."""
     kind = getattr(x, _KIND, None)  # set if `x` is a `jax.ShapeDtypeStruct`
     return {_KIND: getattr(jax.typeof(x), _KIND) if kind is None else kind}
 
 
-def axes_of(*trees: object) -> frozenset[Any]:
+def axes_of(*trees: object) -> frozenset[str]:
     """Return the axes over which any of these arrays varies; none outside of a `shard_map`."""
     kinds = [kind_of(leaf)[_KIND] for leaf in jax.tree.leaves(trees)]
     return frozenset().union(*(getattr(kind, "varying", kind) for kind in kinds))
@@ -30,13 +32,13 @@ def sees_shards() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def over(x: jax.Array, axes: Iterable[Any]) -> jax.Array:
+def over(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Return `x` typed as varying over these axes too; its gradient is summed over them."""
     more = frozenset(axes) - axes_of(x)
     return lax.pcast(x, tuple(sorted(more)), to="varying") if more else x
 
 
-def alike(*trees: Any) -> tuple[Any, ...]:
+def alike(*trees: PyTree) -> tuple[PyTree, ...]:
     """Type all arrays as varying over every axis that one of them varies over.
 
     JAX does this for the operands of its operations, but not for the arguments of a function with a
@@ -87,7 +89,7 @@ def check_whole(path: str, tree: object, needed: str) -> None:
     _check_known(needed)
 
 
-def after(x: object, earlier: object) -> Any:
+def after(x: object, earlier: object) -> PyTree:
     """Return `x`, delayed until `earlier` is computed.
 
     Inside a `shard_map` with check_vma there is no delay if the barrier would make replicated

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jax.experimental.custom_partitioning import SdyShardingRule
 
 from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.arrays.shards import EVERY, Shards, divides
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.kernels.partitioned import Factor, Partition, sharding_rule
 
@@ -39,7 +39,7 @@ def in_groups(*names: str | None) -> Names:
     return tuple(name and name + _GROUPS for name in names)
 
 
-def broadcast(names: Sequence[Names], arrays: Sequence[Any]) -> list[Names]:
+def broadcast(names: Sequence[Names], arrays: Sequence[PyTree]) -> list[Names]:
     """Return the names of arrays' axes without those of size 1."""
     return [
         tuple(None if size == 1 else name for name, size in zip(of_x, x.shape, strict=True))
@@ -194,8 +194,8 @@ class _AlongAxes(Partition):
     def __init__(
         self,
         name: str,
-        work: Callable[..., Any],
-        args: Any,
+        work: Callable[..., PyTree],
+        args: PyTree,
         operands: Sequence[Names],
         results: Sequence[Names],
         axes: Mapping[str, Factor],
@@ -268,15 +268,15 @@ class _AlongAxes(Partition):
 
 def along_axes(
     name: str,
-    kernel: Callable[..., Any],
-    plain: Callable[..., Any],
-    *args: Any,
+    kernel: Callable[..., PyTree],
+    plain: Callable[..., PyTree],
+    *args: PyTree,
     operands: Sequence[Names],
     results: Sequence[Names],
     axes: Mapping[str, Factor],
-    part: Callable[..., Any] | None = None,
+    part: Callable[..., PyTree] | None = None,
     adds: bool = False,
-) -> Any:
+) -> PyTree:
     """Return kernel(*args) on a GPU or of parts on several GPUs, else plain(*args).
 
     `operands` and `results` name the axes of each array of `args` and of the result; those in

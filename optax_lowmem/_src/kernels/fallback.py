@@ -15,6 +15,7 @@ import jax.extend as jex
 from jax.interpreters import ad, batching, mlir
 
 from optax_lowmem._src.arrays.compiled import is_eager
+from optax_lowmem._src.arrays.typing import PyTree, Structure
 from optax_lowmem._src.kernels import partitioned
 from optax_lowmem._src.kernels.partitioned import Partition
 
@@ -23,12 +24,12 @@ _Flat = Callable[..., list[jax.Array]]  # of the flat arguments, with flat resul
 
 def with_fallback(
     name: str,
-    kernel: Callable[..., Any],
-    plain: Callable[..., Any],
-    *args: Any,
-    several: Callable[..., Any] | None = None,
+    kernel: Callable[..., PyTree],
+    plain: Callable[..., PyTree],
+    *args: PyTree,
+    several: Callable[..., PyTree] | None = None,
     partition: Partition | None = None,
-) -> Any:
+) -> PyTree:
     """Return kernel(*args) on one device of the kernel's platform, else plain(*args).
 
     A computation for the host's CPU may be traced on a machine with an accelerator, and one for
@@ -43,12 +44,12 @@ def with_fallback(
     """
     types: list[Any] = []  # filled with one item, the types of the kernel's results
 
-    def on_platform(*args: Any) -> Any:  # the kernel's
+    def on_platform(*args: PyTree) -> PyTree:  # the kernel's
         result = on_one_device(kernel, several or plain, *args, partition=partition)
         types[:] = [jax.tree.map(jax.typeof, result)]
         return result
 
-    def elsewhere(*args: Any) -> Any:  # with results of the kernel's types
+    def elsewhere(*args: PyTree) -> PyTree:  # with results of the kernel's types
         if not types:  # called without a trace
             return plain(*args)
         leaves, treedef = jax.tree.flatten(args)
@@ -63,11 +64,11 @@ def with_fallback(
 
 
 def on_one_device(
-    kernel: Callable[..., Any],
-    several: Callable[..., Any],
-    *args: Any,
+    kernel: Callable[..., PyTree],
+    several: Callable[..., PyTree],
+    *args: PyTree,
     partition: Partition | None = None,
-) -> Any:
+) -> PyTree:
     """Return kernel(*args) in a program for one device, else parts of it or several(*args).
 
     The arguments are as in `with_fallback`; the kernel is always traced.
@@ -75,7 +76,7 @@ def on_one_device(
     leaves, treedef = jax.tree.flatten(args)
     if is_eager(leaves):
         return (kernel if _on_one_device(leaves) else several)(*args)
-    results: list[Any] = []
+    results: list[PyTree] = []
 
     def flat(*leaves: jax.Array) -> list[jax.Array]:
         results[:] = [kernel(*jax.tree.unflatten(treedef, leaves))]
@@ -96,10 +97,10 @@ def on_one_device(
     return jax.tree.unflatten(structure, result)
 
 
-def _flattened(plain: Callable[..., Any], treedef: Any, types: Any) -> _Flat:
+def _flattened(plain: Callable[..., PyTree], treedef: Structure, types: Any) -> _Flat:
     """Return a fallback that takes and returns flat arrays, and checks the types of its results."""
 
-    def flat(*leaves: Any) -> list[jax.Array]:
+    def flat(*leaves: PyTree) -> list[jax.Array]:
         result = plain(*jax.tree.unflatten(treedef, leaves))
         _check(jax.tree.map(jax.typeof, result), types)
         return jax.tree.leaves(result)
@@ -114,7 +115,7 @@ def _check(found: Any, wanted: Any) -> None:
         raise TypeError(f"the fallback returns {found}, but its kernel {wanted}")
 
 
-def _on_one_device(leaves: Sequence[Any]) -> bool:
+def _on_one_device(leaves: Sequence[PyTree]) -> bool:
     """Return whether concrete arrays are on one device."""
     return all(len(x.devices()) == 1 for x in leaves if isinstance(x, jax.Array))
 
@@ -141,7 +142,7 @@ def _of_fallback(several: _Flat, count: int) -> _Flat:
     return lambda *operands: several(*operands[:count])
 
 
-def _impl(*operands: Any, kernel: Any, several: _Flat, count: int, **_: Any) -> list[jax.Array]:
+def _impl(*operands: PyTree, kernel: Any, several: _Flat, count: int, **_: Any) -> list[jax.Array]:
     """Run the kernel outside of jit; the fallback if the arrays are on several devices."""
     if kernel is not None and _on_one_device(operands):
         return _of_jaxpr(kernel, count)(*operands)
@@ -150,13 +151,13 @@ def _impl(*operands: Any, kernel: Any, several: _Flat, count: int, **_: Any) -> 
 
 def _lower(
     ctx: mlir.LoweringRuleContext,
-    *operands: Any,
+    *operands: PyTree,
     kernel: Any,
     several: _Flat,
     partition: Partition | None,
     count: int,
     types: tuple[Any, ...],
-) -> Any:
+) -> PyTree:
     function = _of_fallback(several, count)
     if kernel is not None and _is_for_one_device(ctx.module_context.axis_context):
         function = _of_jaxpr(kernel, count)
@@ -175,7 +176,12 @@ def _is_for_one_device(context: Any) -> bool:
 
 
 def _batched(
-    operands: Sequence[Any], axes: Sequence[Any], kernel: Any, several: _Flat, count: int, **_: Any
+    operands: Sequence[PyTree],
+    axes: Sequence[Any],
+    kernel: Any,
+    several: _Flat,
+    count: int,
+    **_: Any,
 ) -> tuple[list[jax.Array], list[int]]:
     axes = tuple(axes)
     plain = jax.vmap(several, in_axes=axes[:count])
@@ -188,7 +194,7 @@ def _batched(
 
 
 def _derivative(
-    primals: Sequence[Any], tangents: Sequence[Any], several: _Flat, count: int, **how: Any
+    primals: Sequence[PyTree], tangents: Sequence[PyTree], several: _Flat, count: int, **how: Any
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the results with the fallback's derivative, which a kernel need not have."""
     tangents = tuple(map(ad.instantiate_zeros, tangents[:count]))

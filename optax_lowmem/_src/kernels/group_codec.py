@@ -3,8 +3,6 @@
 The implementation is chosen at trace time by `supported`, never by catching errors.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -23,6 +21,7 @@ from optax_lowmem._src.arrays.sharding import (
     sharding_of_values,
     state_sharding,
 )
+from optax_lowmem._src.arrays.typing import Shaped
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
@@ -49,7 +48,7 @@ _encode_by_xla = jax.jit(encode_plain, static_argnames=("codec", "group_size", "
 _decode_by_xla = jax.jit(decode_array, static_argnames=("codec", "group_size", "length"))
 
 
-def supported(x: Any, group_size: int, codec: GroupCodec | None = None) -> str | None:
+def supported(x: Shaped, group_size: int, codec: GroupCodec | None = None) -> str | None:
     """Return why no kernel supports an array on this platform, or None if one does.
 
     `x` may be values or codes; without a codec, the answer is for any with one code per byte.
@@ -58,7 +57,7 @@ def supported(x: Any, group_size: int, codec: GroupCodec | None = None) -> str |
 
 
 def _array_reason(
-    x: Any, group_size: int, codec: GroupCodec | None, backend: str | None = None
+    x: Shaped, group_size: int, codec: GroupCodec | None, backend: str | None = None
 ) -> str | None:
     """Return why the kernels (of one backend) do not support an array, or None."""
     if codec is not None and codec.no_tile_reason is not None:
@@ -82,7 +81,7 @@ def _array_reason(
     return f"a group has {lanes} lanes, over {_MAX_LANES}" if lanes > _MAX_LANES else None
 
 
-def _choose(codec: GroupCodec, x: Any, group_size: int, implementation: str | None) -> str:
+def _choose(codec: GroupCodec, x: Shaped, group_size: int, implementation: str | None) -> str:
     """Return the implementation for an array; raise if the requested one does not support it."""
     if implementation is None:
         return "xla" if supported(x, group_size, codec) else platform.backend()

@@ -1,17 +1,16 @@
 """The weights without noise that a state of `gaussws_noise` keeps."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.arrays import trees
+from optax_lowmem._src.arrays.typing import PyTree
 
 FIELD = "clean"  # field of the states that keep weights without noise
 
 
-def clean_params(params: optax.Params, state: optax.OptState) -> Any:
+def clean_params(params: optax.Params, state: optax.OptState) -> PyTree:
     """Return the weights without noise, as the state stores them.
 
     Args:

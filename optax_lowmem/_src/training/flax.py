@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.arrays import array_metadata, patterns, trees
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.optim.step import masters
 from optax_lowmem._src.optim.wrappers import chain
 from optax_lowmem._src.optim.wrappers.accumulate import accumulate_gradients
@@ -44,7 +45,7 @@ def _start(
     dtype: WeightDtype | None,
     keep_f32: Sequence[str],
     allow_rounding: bool,
-) -> tuple[Any, optax.OptState]:
+) -> tuple[PyTree, optax.OptState]:
     """Return weights and state as `lowmem.init`; without a dtype, bf16 where `tx` splits f32."""
     if dtype is not None:
         return init(tx, params, dtype, keep_f32=keep_f32, allow_rounding=allow_rounding)
@@ -90,7 +91,7 @@ class TrainState(train_state.TrainState):
     def create(
         cls,
         *,
-        apply_fn: Callable[..., Any],
+        apply_fn: Callable[..., PyTree],
         params: optax.Params,
         tx: optax.GradientTransformation,
         dtype: WeightDtype | None = None,
@@ -153,7 +154,7 @@ class TrainState(train_state.TrainState):
             params, opt_state = chain.step(self.tx, grads, self.opt_state, self.params)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
-    def master_params(self) -> Any:
+    def master_params(self) -> PyTree:
         """Reconstruct the f32 parameters from `params` and `opt_state`, in a tree like `params`."""
         if not _overwrites(self.params):
             return masters.master_params(self.params, self.opt_state)
@@ -234,7 +235,7 @@ class Optimizer(nnx.Optimizer[M]):
             nnx.update(model, weights)
 
     # Flax's annotation has positional arguments only; its implementation takes keywords too
-    def update(self, model: M, grads: optax.Updates, **kwargs: Any) -> Any:  # type: ignore[override]
+    def update(self, model: M, grads: optax.Updates, **kwargs: Any) -> PyTree:  # type: ignore[override]
         """Take one step: update the model's parameters, the state and the step count in place.
 
         Args:
@@ -256,13 +257,13 @@ class Optimizer(nnx.Optimizer[M]):
     def release_step(
         self,
         model: M,
-        loss_fn: Callable[[M, Any], Any],
+        loss_fn: Callable[[M, PyTree], PyTree],
         batch: object,
         *,
         layers: str | Sequence[str] = (),
         has_aux: bool = False,
         **kwargs: Any,
-    ) -> Any:
+    ) -> PyTree:
         """Take one step by gradient release, in place of `nnx.value_and_grad` and `update`.
 
         Parameters, state and step count are updated in place, and so are the model's other
@@ -282,10 +283,10 @@ class Optimizer(nnx.Optimizer[M]):
         Raises:
           ValueError: as `optax_lowmem.release.train_step`.
         """
-        split: Any = functools.partial(nnx.split, graph=self.graph)
+        split: Callable[..., PyTree] = functools.partial(nnx.split, graph=self.graph)
         graphdef, params, others = split(model, self.wrt, ...)
 
-        def loss(params: Any, given: Any) -> Any:
+        def loss(params: PyTree, given: PyTree) -> PyTree:
             others, batch = given
             merged = nnx.merge(graphdef, params, others)
             result = loss_fn(merged, batch)
@@ -298,12 +299,12 @@ class Optimizer(nnx.Optimizer[M]):
         self._assign(model, nnx.merge_state(new, others), opt_state)
         return (value, aux) if has_aux else value
 
-    def _assign(self, model: M, variables: Any, opt_state: optax.OptState) -> None:
+    def _assign(self, model: M, variables: PyTree, opt_state: optax.OptState) -> None:
         nnx.update(model, variables)
         nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
         self.step[...] += 1
 
-    def master_params(self, model: M) -> Any:
+    def master_params(self, model: M) -> PyTree:
         """Reconstruct the f32 parameters from a model's weights and this optimizer's state.
 
         Args:
@@ -321,7 +322,7 @@ def _change(new: jax.Array, old: jax.Array) -> jax.Array:
     return new.astype(dtype) - old.astype(dtype)
 
 
-def _fit_sharding(leaf: object) -> Any:
+def _fit_sharding(leaf: object) -> PyTree:
     """Restrict the sharding of a state variable to the axes that divide its shape.
 
     Flax gives each leaf of the state its parameter's sharding, even if their shapes differ.
@@ -353,7 +354,7 @@ def substitute() -> Iterator[None]:
     """
     originals = nnx.Optimizer, optax.MultiSteps
 
-    def accumulate(opt: Any, every_k_schedule: Any, *args: Any, **kwargs: Any) -> Any:
+    def accumulate(opt: object, every_k_schedule: Any, *args: Any, **kwargs: Any) -> object:
         if args or kwargs or callable(every_k_schedule):
             return originals[1](opt, every_k_schedule, *args, **kwargs)
         return accumulate_gradients(opt, every_k_schedule)

@@ -17,7 +17,7 @@ from optax_lowmem._src.arrays.sharding import (
     state_sharding,
 )
 from optax_lowmem._src.arrays.shards import Shards, axes_of, divides, spec_of
-from optax_lowmem._src.arrays.typing import Shaped
+from optax_lowmem._src.arrays.typing import KeyPath, PyTree, Shaped
 from optax_lowmem._src.optim import context
 
 Rules = Sequence[tuple[str, str | tuple[str, ...] | None]]  # logical name, mesh axes
@@ -32,7 +32,7 @@ def state_shardings(
     rules: Rules | None = None,
     zero_axis: str | None = None,
     memory_kind: str | None = None,
-) -> Any:
+) -> PyTree:
     """Return a sharding for every array of `tx.init(params)`.
 
     Codes, corrections and all other arrays with their parameter's shape use its sharding. So do
@@ -119,11 +119,11 @@ def _with_zero(
     return sharding
 
 
-def _leaves(params: optax.Params) -> list[tuple[tuple[Any, ...], Any]]:
+def _leaves(params: optax.Params) -> list[tuple[KeyPath, PyTree]]:
     return jax.tree_util.tree_leaves_with_path(params)
 
 
-def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], Any]) -> Any:
+def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], PyTree]) -> PyTree:
     """Return the value of the longest path in `known` that ends a state array's path, or None."""
     for start in range(len(path)):
         if path[start:] in known:
@@ -133,7 +133,7 @@ def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], Any]) ->
 
 def _placed(
     boxed: optax.Params, params: optax.Params, given: object, mesh: Mesh | None, rules: Rules | None
-) -> list[Any]:
+) -> list[PyTree]:
     """Return a NamedSharding, PartitionSpec or None (replicated) for each parameter."""
     if given is not None:
         return sharding_leaves(params, given)
@@ -146,7 +146,7 @@ def _placed(
 
 def _declared_sharding(
     path: str, box: Any, leaf: Shaped, mesh: Mesh | None, rules: Rules | None
-) -> Any:
+) -> PyTree:
     """Return the sharding or partition spec that a parameter carries, None for replicated."""
     if array_metadata.is_box(box):
         spec = box.get_partition_spec()

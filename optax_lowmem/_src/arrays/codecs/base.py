@@ -14,6 +14,7 @@ from jax import lax
 
 from optax_lowmem._src.arrays import groups, numerics
 from optax_lowmem._src.arrays.reprs import ShowsChanges
+from optax_lowmem._src.arrays.typing import PyTree
 
 # ---- the scale of a group: f32, 16 bits with an 8-bit exponent, or the paper's FP16 --------------
 
@@ -94,8 +95,8 @@ class Float16Scale(ScaleFormat):
 class StoredSlot(NamedTuple):
     """Codes and scales of a slot, as arrays or as shapes and dtypes."""
 
-    codes: Any
-    scales: Any
+    codes: PyTree
+    scales: PyTree
 
     def is_like(self, other: "StoredSlot") -> bool:
         """Return whether both have the same shapes and dtypes."""
@@ -220,7 +221,7 @@ class GroupCodec(ShowsChanges, abc.ABC):
 
     # ---- arithmetic --------------------------------------------------------------------------
 
-    def measure(self, x: jax.Array) -> tuple[jax.Array, Any]:
+    def measure(self, x: jax.Array) -> tuple[jax.Array, PyTree]:
         """Return the stored scales [..., groups] of a group view, and divisors for `quantize`."""
         spans = self.spans(x)
         ends = tuple((jnp.max if s.largest else jnp.min)(s.values, axis=-1) for s in spans)
@@ -235,7 +236,7 @@ class GroupCodec(ShowsChanges, abc.ABC):
         """
 
     @abc.abstractmethod
-    def scaled(self, ends: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
+    def scaled(self, ends: tuple[jax.Array, ...]) -> tuple[jax.Array, PyTree]:
         """Return stored scales and divisors for `quantize`, from the reduced `spans`."""
 
     @abc.abstractmethod
@@ -249,7 +250,7 @@ class GroupCodec(ShowsChanges, abc.ABC):
         """
 
     @abc.abstractmethod
-    def units(self, stored: jax.Array) -> Any:
+    def units(self, stored: jax.Array) -> PyTree:
         """Return what `dequantize` needs per group, from the stored scales."""
 
     @abc.abstractmethod
@@ -276,5 +277,5 @@ class GroupCodec(ShowsChanges, abc.ABC):
         return self.dequantize(codes, _per_element(self.units(scales)))
 
 
-def _per_element(of_groups: Any) -> Any:
+def _per_element(of_groups: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[..., None], of_groups)

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from optax_lowmem._src.arrays.roles.leaves import (
     leaves_of,
     words,
 )
+from optax_lowmem._src.arrays.typing import Structure
 
 # module names: whole components, without Linen's number, in lower case
 QUERY = {"query", "q", "q_proj", "wq", "to_q", "query_proj", "q_attn"}
@@ -96,7 +96,7 @@ def roles(params: optax.Params) -> Mapping[str, Role]:
 
 
 @functools.lru_cache(maxsize=64)  # each step outside of jit asks again
-def _roles(treedef: Any, shapes: tuple[tuple[int, ...], ...]) -> Mapping[str, Role]:
+def _roles(treedef: Structure, shapes: tuple[tuple[int, ...], ...]) -> Mapping[str, Role]:
     like = treedef.unflatten([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
     leaves = leaves_of(like)
     return {path: role_of(leaf, leaves) for path, leaf in leaves.items()}

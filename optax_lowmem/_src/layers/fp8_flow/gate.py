@@ -2,12 +2,12 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 
 from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.arrays.hyperparameters import check_choice
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.layers.fp8_flow import kernels, storage
 from optax_lowmem._src.layers.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Recipe
 
@@ -76,7 +76,7 @@ def _gated(gate: _Gate, *given: jax.Array) -> Coded:
 
 
 @partial(numerics.first_order_only, static=2)
-def _coded(gate: _Gate, keep: bool, *given: jax.Array) -> tuple[Coded, Any]:
+def _coded(gate: _Gate, keep: bool, *given: jax.Array) -> tuple[Coded, PyTree]:
     """Return the quantized product, and the residuals of the backward pass if `keep` is set."""
     size, exact = gate.recipe.group_size, gate.recipe.exact
     stored, absmax = kernels.store_gated(
@@ -91,7 +91,7 @@ def _coded(gate: _Gate, keep: bool, *given: jax.Array) -> tuple[Coded, Any]:
 
 
 @numerics.first_order_only
-def _gradients(gate: _Gate, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
+def _gradients(gate: _Gate, saved: PyTree, g: jax.Array) -> tuple[jax.Array, ...]:
     values = [kernels.restore(one, gate.recipe.group_size) for one in saved]
     pull = jax.vjp(partial(_value, gate), *values)[1]
     return tuple(dx.astype(g.dtype) for dx in pull(numerics.widen(g)))

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.arrays import groups, numerics
 from optax_lowmem._src.arrays.codecs.base import E8M8Scale
 from optax_lowmem._src.arrays.groups import next_power_of_two
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.along_axes import (
     Cut,
@@ -217,7 +218,7 @@ def store_normed(
 ) -> tuple[Grouped | None, jax.Array, jax.Array]:
     """Compute `store_normed_plain`, with one kernel that reads x once where it is supported."""
     static: dict[str, Any] = {"eps": eps, "group_size": group_size, "exact": exact, "keep": keep}
-    plain: Callable[..., Any] = partial(store_normed_plain, **static)
+    plain: Callable[..., PyTree] = partial(store_normed_plain, **static)
     if supported(x, group_size, whole_rows=True) is not None:
         return plain(x, scale)
     from optax_lowmem._src.layers.fp8_flow import fp8_kernel
@@ -232,7 +233,7 @@ def store_normed(
             stored = Grouped(stored.codes.reshape(x.shape), scales)
         return stored, inverse.reshape(*x.shape[:-1], 1), _maximum(largest, x)
 
-    def part(cut: Cut, x: jax.Array, scale: jax.Array) -> Any:
+    def part(cut: Cut, x: jax.Array, scale: jax.Array) -> PyTree:
         stored, inverse, largest = kernel(x, scale)
         return stored, inverse, cut.max(largest, *cut.index)
 
@@ -260,7 +261,7 @@ def store_gated(
         stored, largest = fp8_kernel.store_gated(given, **static, backend=backend)
         return stored, _maximum(largest, given[0])
 
-    def part(cut: Cut, *given: jax.Array) -> Any:
+    def part(cut: Cut, *given: jax.Array) -> PyTree:
         stored, largest = kernel(*given)
         return stored, cut.max(largest, *cut.index)
 

@@ -12,6 +12,7 @@ from jax.lax import PrecisionLike
 from optax_lowmem._src.arrays import numerics, varying
 from optax_lowmem._src.arrays.hyperparameters import check_choice
 from optax_lowmem._src.arrays.sharding import sharding_of
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.layers import quantized_matmul as matmul
 from optax_lowmem._src.layers.fp8_flow import kernels, storage
 from optax_lowmem._src.layers.fp8_flow.kernels import Transposed
@@ -286,8 +287,8 @@ def _linear(
 
 def _forward(
     static: _Linear, x: jax.Array | Coded, kernel: jax.Array, of_kernel: Given
-) -> tuple[jax.Array, Any]:
-    kept: Any  # saved of the input for the backward pass
+) -> tuple[jax.Array, PyTree]:
+    kept: PyTree  # saved of the input for the backward pass
     if isinstance(x, Coded):
         dtype, codes = x.value.dtype, x.quantized
         kept = _for_gradient(static.recipe, x, kernel)
@@ -338,7 +339,7 @@ def _product_of_codes(dtype: jnp.dtype, codes: Quantized, transposed: Quantized)
 
 @numerics.first_order_only
 def _gradients(
-    static: _Linear, kept: Any, kernel: jax.Array, of_kernel: _Scaled | Quantized, g: jax.Array
+    static: _Linear, kept: PyTree, kernel: jax.Array, of_kernel: _Scaled | Quantized, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     recipe = static.recipe
     of_x, like_w = kept if isinstance(kept, _CODES) else None, sharding_of(kernel)
@@ -370,9 +371,9 @@ def _gradients(
     return dx, dw.astype(kernel.dtype)
 
 
-def _backward(static: _Linear, saved: Any, g: jax.Array) -> tuple[Any, jax.Array, None]:
+def _backward(static: _Linear, saved: PyTree, g: jax.Array) -> tuple[PyTree, jax.Array, None]:
     dx, dw = _gradients(static, *saved, g)
-    of_x: Any = (dx, None)  # codes have no gradient
+    of_x: PyTree = (dx, None)  # codes have no gradient
     return Coded(*of_x) if isinstance(saved[0], _CODES) else dx, dw, None
 
 

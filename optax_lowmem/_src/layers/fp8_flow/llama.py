@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays.hyperparameters import check_choice
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.layers.fp8_flow.gate import gated_product
 from optax_lowmem._src.layers.fp8_flow.linear import QuantizedKernel, quantize_weight, weight_absmax
 from optax_lowmem._src.layers.fp8_flow.nnx import Fp8Linear, Fp8RMSNorm
@@ -20,7 +21,7 @@ from optax_lowmem._src.layers.fp8_flow.storage import DEFAULT, Coded, Recipe
 # ---- parts of a transformer block, with 16-bit arrays between them (appendix G.1) ----------------
 
 Norm = Callable[[jax.Array], Coded]
-Layer = Callable[[Any], jax.Array]
+Layer = Callable[[PyTree], jax.Array]
 
 
 def project(layer: Layer, x: Coded) -> jax.Array:
@@ -107,7 +108,7 @@ def mlp_residual(
 
 T = TypeVar("T")
 ATTENTIONS = ("xla", "cudnn")
-OfWeights = dict[str, dict[str, Any]] | None  # the maximum or the codes of each kernel
+OfWeights = dict[str, dict[str, PyTree]] | None  # the maximum or the codes of each kernel
 
 
 class Fp8Attention(nnx.Module):
@@ -274,7 +275,7 @@ class _Given:
         return self.layer(x, **self.found)
 
 
-def _given(maxima: OfWeights, codes: OfWeights, part: str, name: str, layer: Layer) -> Any:
+def _given(maxima: OfWeights, codes: OfWeights, part: str, name: str, layer: Layer) -> PyTree:
     given = {"absmax": maxima, "codes": codes}
     results = {key: values[part][name] for key, values in given.items() if values is not None}
     return _Given(layer, **results) if results and getattr(layer, "takes_codes", False) else layer

@@ -2,11 +2,11 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 
 from optax_lowmem._src.arrays import numerics
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.layers.fp8_flow import kernels, storage
 from optax_lowmem._src.layers.fp8_flow.kernels import Grouped
 from optax_lowmem._src.layers.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Recipe
@@ -157,18 +157,18 @@ def _normed(norm: _Norm, x: jax.Array, *weights: jax.Array | None) -> Coded:
     return _coded(norm, False, x, *weights)[0]
 
 
-def _forward(norm: _Norm, x: jax.Array, *weights: jax.Array | None) -> tuple[Coded, Any]:
+def _forward(norm: _Norm, x: jax.Array, *weights: jax.Array | None) -> tuple[Coded, PyTree]:
     y, stored = _coded(norm, True, x, *weights)
     return y, (stored, *weights)
 
 
 @partial(numerics.first_order_only, static=2)
-def _coded(norm: _Norm, keep: bool, x: jax.Array, *weights: Any) -> tuple[Coded, Any]:
+def _coded(norm: _Norm, keep: bool, x: jax.Array, *weights: PyTree) -> tuple[Coded, PyTree]:
     return _layer_coded(norm, x, *weights) if norm.centred else _rms_coded(norm, keep, x, *weights)
 
 
 @numerics.first_order_only
-def _gradients(norm: _Norm, saved: Any, g: jax.Array) -> Any:
+def _gradients(norm: _Norm, saved: PyTree, g: jax.Array) -> PyTree:
     stored, *weights = saved
     x = kernels.restore(stored, norm.recipe.group_size)
     pull = jax.vjp(partial(_layer if norm.centred else _rms, norm), x, *weights)[1]

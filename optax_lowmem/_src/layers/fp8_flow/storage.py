@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.arrays.hyperparameters import check_choice
-from optax_lowmem._src.arrays.typing import T
+from optax_lowmem._src.arrays.typing import PyTree, T
 from optax_lowmem._src.layers.fp8_flow.kernels import quantized, quantized_for_products
 from optax_lowmem._src.layers.quantized_matmul import E4M3, FORMATS, Format, Quantized, absmax_of
 
@@ -140,7 +140,7 @@ def value_of(x: jax.Array | Coded) -> jax.Array:
 # ---- quantized activations, and helpers of the custom gradients ----------------------------------
 
 
-def kept(*trees: Any) -> Any:
+def kept(*trees: PyTree) -> PyTree:
     """Put an `optimization_barrier` over residuals.
 
     Otherwise XLA would delay computing codes to the backward pass and keep their unquantized
@@ -195,14 +195,14 @@ def recomputed(formula: ArrayFunction, *given: jax.Array) -> Coded:
     return _recomputed_forward(formula, *given)[0]
 
 
-def _recomputed_forward(formula: ArrayFunction, *given: jax.Array) -> tuple[Coded, Any]:
+def _recomputed_forward(formula: ArrayFunction, *given: jax.Array) -> tuple[Coded, PyTree]:
     # otherwise XLA would merge the recomputation with the first computation and keep its results:
     # https://github.com/jax-ml/jax/issues/13999
     again = lax.optimization_barrier(given)
     return Coded(formula(*given), None, Source(formula, again)), again
 
 
-def _recomputed_backward(formula: ArrayFunction, given: Any, g: Coded) -> tuple[jax.Array, ...]:
+def _recomputed_backward(formula: ArrayFunction, given: PyTree, g: Coded) -> tuple[jax.Array, ...]:
     return jax.vjp(formula, *given)[1](g.value)
 
 

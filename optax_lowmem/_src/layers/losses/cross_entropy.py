@@ -22,6 +22,7 @@ from optax_lowmem._src.arrays import numerics, varying
 from optax_lowmem._src.arrays.hyperparameters import check_choice
 from optax_lowmem._src.arrays.sharding import reshard
 from optax_lowmem._src.arrays.shards import axes_of
+from optax_lowmem._src.arrays.typing import PyTree, T
 from optax_lowmem._src.layers.losses.products import (
     FP8,
     FP8_INPUTS,
@@ -201,7 +202,7 @@ def _check_arguments(
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
 
 
-def _option(name: str, value: Any, to: Callable[[Any], Any], kind: str) -> Any:
+def _option(name: str, value: Any, to: Callable[[Any], T], kind: str) -> T:
     """Return a static option as a Python number."""
     try:
         if not isinstance(value, bool | str):
@@ -358,12 +359,12 @@ def _losses(loss: _Loss, hidden: jax.Array, head: jax.Array, labels: jax.Array) 
 
 def _losses_forward(
     loss: _Loss, hidden: Primal, head: Primal, labels: Primal
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, PyTree]:
     given = hidden.value, head.value, labels.value
     return _losses(loss, *given), (_Needed(hidden.perturbed, head.perturbed), *given)
 
 
-def _losses_backward(loss: _Loss, saved: Any, g: Any) -> tuple[Any, ...]:
+def _losses_backward(loss: _Loss, saved: PyTree, g: PyTree) -> tuple[PyTree, ...]:
     needed, hidden, head, labels = saved
     if _is_zero(g) or not needed:
         return None, None, None
@@ -385,7 +386,7 @@ def _loss_sum(
 
 def _sum_forward(
     loss: _Loss, hidden: Primal, head: Primal, labels: Primal, weights: Primal | None
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, PyTree]:
     needed = _Needed(hidden.perturbed, head.perturbed)
     given = hidden.value, head.value, labels.value
     if weights is None:
@@ -396,7 +397,7 @@ def _sum_forward(
     return (losses * weights.value).sum(), (*gradients, losses if weights.perturbed else None)
 
 
-def _sum_backward(loss: _Loss, saved: Any, g: Any) -> tuple[Any, ...]:
+def _sum_backward(loss: _Loss, saved: PyTree, g: PyTree) -> tuple[PyTree, ...]:
     if _is_zero(g):
         return None, None, None, None
     of_hidden, of_head, of_weights = saved
@@ -424,7 +425,7 @@ def _without_masked(losses: jax.Array, weights: jax.Array) -> jax.Array:
 Gradients = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
-def _sweep(loss: _Loss, needed: _Needed, *given: Any) -> Gradients:
+def _sweep(loss: _Loss, needed: _Needed, *given: PyTree) -> Gradients:
     """Return losses per token, and the gradients of their sum, weighted by `scale` [...] (None: 1).
 
     The gradient of hidden is in its dtype, the head's in f32. `given`: see `_sweep_device`.
@@ -432,7 +433,7 @@ def _sweep(loss: _Loss, needed: _Needed, *given: Any) -> Gradients:
     return (_sweep_once if loss.in_fp8 else _sweep_devices)(loss, needed, *given)
 
 
-def _sweep_devices(loss: _Loss, needed: _Needed, *given: Any) -> Gradients:
+def _sweep_devices(loss: _Loss, needed: _Needed, *given: PyTree) -> Gradients:
     """Return `_sweep` from one device, or from those of the mesh."""
     layout = loss.layout
     if layout is None:
@@ -454,7 +455,7 @@ def _sweep_devices(loss: _Loss, needed: _Needed, *given: Any) -> Gradients:
     return losses, for_hidden, for_head
 
 
-def _refuse_derivative(loss: _Loss, *more: Any) -> Any:
+def _refuse_derivative(loss: _Loss, *more: PyTree) -> PyTree:
     raise TypeError(
         f"the gradients of linear_cross_entropy with products={loss.products!r} have no "
         "derivative: rounding has none. For second derivatives use products='input'"
@@ -464,7 +465,7 @@ def _refuse_derivative(loss: _Loss, *more: Any) -> Any:
 _sweep_once = numerics.first_order_only(_sweep_devices, static=2, refuse=_refuse_derivative)
 
 
-def _sweep_shard(loss: _Loss, needed: _Needed, *given: Any) -> Gradients:
+def _sweep_shard(loss: _Loss, needed: _Needed, *given: PyTree) -> Gradients:
     """Process one device's tokens and sum the head's gradient over the devices of the batch."""
     losses, of_hidden, of_head = _sweep_device(loss, needed, *given)
     layout = loss.layout
@@ -512,7 +513,7 @@ def _sweep_device(
     axis = labels.ndim - 1
     given = [None if x is None else _cut(x, axis, number, length) for x in (hidden, labels, scale)]
 
-    def body(total: Any, chunk: tuple[Any, ...]) -> tuple[Any, Any]:
+    def body(total: PyTree, chunk: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         h, y, s = chunk
         losses, of_hidden, of_head = _chunk(loss, needed, h, head, codes, y, s)
         return None if of_head is None else total + of_head, (losses, of_hidden)

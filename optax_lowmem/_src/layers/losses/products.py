@@ -5,7 +5,7 @@ vocab], dH = G W^T and dW = H^T G. A head is [width, vocab] or [vocab, width].
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 from jax.lax import PrecisionLike
 
 from optax_lowmem._src.arrays import varying
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.layers.fp8_flow import kernels
 from optax_lowmem._src.layers.quantized_matmul import (
     E4M3,
@@ -121,15 +122,15 @@ class InFp8(InInputs):
         rows, of_head = varying.alike(rows, self.codes.forward)
         return multiply(rows, of_head, 1, self.wide)
 
-    def operand(self, gradient: jax.Array) -> Any:
+    def operand(self, gradient: jax.Array) -> PyTree:
         """Return codes of G, with a scale per token."""
         return quantize(gradient.astype(self.dtype), gradient.ndim - 1, GRADIENT)
 
-    def for_hidden(self, gradient: Any) -> jax.Array:
+    def for_hidden(self, gradient: PyTree) -> jax.Array:
         gradient, of_head = varying.alike(gradient, self.codes.backward)
         return multiply(gradient, of_head, 1, self.wide)
 
-    def for_head(self, gradient: Any, is_masked: jax.Array | None) -> jax.Array:
+    def for_head(self, gradient: PyTree, is_masked: jax.Array | None) -> jax.Array:
         """Return dW as [vocab, width] for either `vocab_axis`; masked tokens may be NaN."""
         largest = gradient.scales * jnp.float32(GRADIENT.largest)
         scaled = self.hidden.astype(jnp.float32) * largest

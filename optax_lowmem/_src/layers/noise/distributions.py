@@ -8,13 +8,13 @@ words.
 import abc
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.arrays import numerics
+from optax_lowmem._src.arrays.typing import PyTree
 
 EIGHT = 8
 _LOWEST = 0x11111111  # the lowest bit of each of eight 4-bit numbers
@@ -30,14 +30,14 @@ class Noise(abc.ABC):
     least: float  # the smallest nonzero magnitude of R (section 3.3: 2^-r)
 
     @abc.abstractmethod
-    def prepared(self, words: list[jax.Array]) -> Any:
+    def prepared(self, words: list[jax.Array]) -> PyTree:
         """Return what `element` needs for eight elements, from `draws` random words."""
 
     @abc.abstractmethod
-    def element(self, prepared: Any, index: int) -> jax.Array:
+    def element(self, prepared: PyTree, index: int) -> jax.Array:
         """Return R, f32, of one of the eight elements."""
 
-    def elements(self, prepared: Any) -> jax.Array:
+    def elements(self, prepared: PyTree) -> jax.Array:
         """Return R, f32, of all eight, along a new second-to-last axis."""
         return jnp.stack([self.element(prepared, k) for k in range(EIGHT)], axis=-2)
 

@@ -6,7 +6,6 @@ The implementation is chosen while tracing.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from optax_lowmem._src.arrays.sharding import (
     sharding_of,
 )
 from optax_lowmem._src.arrays.shards import Shards, divides
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.kernels import platform, step_arguments
 from optax_lowmem._src.kernels.along_axes import (
     Cut,
@@ -153,12 +153,12 @@ def result_dtype(to: Format) -> jnp.dtype:
 
 
 def _on_shards(
-    run: Callable[..., Any],
+    run: Callable[..., PyTree],
     path: str | None,
     arrays: list[jax.Array | None],
     key: jax.Array,
     results: int,
-) -> Any:
+) -> PyTree:
     """Return run(*arrays, key), computed per device if the first array is known to be sharded.
 
     On Explicit axes whose shards cut through blocks, per-block arrays are replicated.
@@ -174,7 +174,7 @@ def _on_shards(
     if sharding is None or not whole:
         return left_to_xla(run, (typed, None) if results == 2 else None, *arrays, key)
 
-    def on_a_device(*operands: Any) -> Any:
+    def on_a_device(*operands: PyTree) -> PyTree:
         *parts, whole_key = operands
         return run(*parts, _key_of_shard(whole_key, shards, first.shape))
 
@@ -205,13 +205,13 @@ def no_kernel_reason(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> 
 
 def _fastest(
     name: str,
-    plain: functools.partial[Any],
+    plain: functools.partial[PyTree],
     shape: tuple[int, ...],
     dtype: DTypeLike,
-    *args: Any,
+    *args: PyTree,
     results: Sequence[Names],
     unit: int = SIDE,
-) -> Any:
+) -> PyTree:
     """Call a kernel by name with the arguments of `plain`, if supported, else `plain`.
 
     `shape` and `dtype` are of the array that has noise. The arguments are arrays of this shape or
@@ -226,7 +226,7 @@ def _fastest(
     function = functools.partial(getattr(noise_kernel, name), backend=backend)
     names = _names(shape)
 
-    def part(cut: Cut, *args: Any) -> Any:
+    def part(cut: Cut, *args: PyTree) -> PyTree:
         shards = cut.shards(names)
         local = {"shape": shards.local(shape)} if "shape" in static else {}
         return function(*args[:-1], _key_of_shard(args[-1], shards, shape), **static | local)
@@ -256,7 +256,7 @@ def sample(
     """Compute `sample_plain`, in one kernel if supported; `path`: the leaf's, for its sharding."""
     plain = functools.partial(sample_plain, noise=noise, to=to, dtype=dtype)
 
-    def run(w: jax.Array, *rest: jax.Array | None) -> Any:
+    def run(w: jax.Array, *rest: jax.Array | None) -> PyTree:
         names = _names(w.shape)
         return _fastest(
             "sample", plain, w.shape, w.dtype, w, *rest, results=[names, in_groups(*names)]
@@ -270,7 +270,7 @@ def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = No
     """Compute `noise_sums_plain`, in one kernel if supported; `path`: as in `sample`."""
     plain = functools.partial(noise_sums_plain, noise=noise)
 
-    def run(g: jax.Array, key: jax.Array) -> Any:
+    def run(g: jax.Array, key: jax.Array) -> PyTree:
         results = [in_groups(*_names(g.shape))]
         return _fastest("noise_sums", plain, g.shape, g.dtype, g, key, results=results)
 

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax import lax
 from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.codecs import split_of
 from optax_lowmem._src.arrays.groups import result_like
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.kernels import gpu_kernel
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
 from optax_lowmem._src.layers.noise.distributions import EIGHT, Noise
@@ -50,7 +50,7 @@ class _Place:
         self.column = self.across * self.columns + lanes
         self.word = self.strip * _WORDS + lax.iota(jnp.int32, _WORDS)
 
-    def prepared(self, noise: Noise, keys: Operand) -> Any:
+    def prepared(self, noise: Noise, keys: Operand) -> PyTree:
         """Return the strip's prepared noise, from words [4, columns]."""
         coordinates, rest = [], self.layer
         for size in reversed(self.lead):

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.hyperparameters import check_choice
 from optax_lowmem._src.arrays.sharding import reshard_like
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.layers.noise import distributions, formats, kernels
 from optax_lowmem._src.layers.noise.distributions import Noise
 from optax_lowmem._src.layers.noise.formats import Format
@@ -195,7 +195,7 @@ def _sample(noise: Noise, to: Format, w: jax.Array, bits: jax.Array, key: jax.Ar
 
 def _forward(
     noise: Noise, to: Format, w: jax.Array, bits: jax.Array, key: jax.Array
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, PyTree]:
     dtype = kernels.result_dtype(to)
     sampled, scale = kernels.sample(w, None, factor_of(bits), key, noise, to, dtype)
     return sampled, (scale, key, jnp.zeros((0,), w.dtype))
@@ -203,7 +203,7 @@ def _forward(
 
 def _backward(
     noise: Noise, to: Format, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     scale, key, like = saved
     return g.astype(like.dtype), bits_gradient(g, scale, key, noise), None
 

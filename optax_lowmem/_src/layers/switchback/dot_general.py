@@ -131,7 +131,7 @@ class _DotGeneral:
         dimension_numbers: lax.DotDimensionNumbers,
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
-        out_sharding: jax.sharding.Sharding | None = None,
+        out_sharding: jax.sharding.NamedSharding | None = None,
         **more: object,
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in 8 bits; the weight is `rhs`."""

@@ -6,14 +6,15 @@ dW = X^T G. The paper writes W^T for W.
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import PrecisionLike
 
 from optax_lowmem._src.arrays import numerics, varying
 from optax_lowmem._src.arrays.sharding import sharding_of
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.layers.quantized_matmul import (
     Format,
     Quantized,
@@ -55,16 +56,18 @@ class ProductSettings:
     variant: Variant
     forward: Format  # of X and W
     gradient: Format  # of G
-    precision: Any = None  # as in `jax.lax.dot`, for a product that is not quantized
-    result: Any = None  # dtype of Y; None: that of X and W
-    sharding: Any = None  # of Y, on a mesh with Explicit axes, if it is ambiguous
+    precision: PrecisionLike = None  # as in `jax.lax.dot`, for a product that is not quantized
+    result: jnp.dtype | None = None  # dtype of Y; None: that of X and W
+    sharding: jax.sharding.NamedSharding | None = (
+        None  # of Y, on a mesh with Explicit axes, if it is ambiguous
+    )
 
 
 def _quantized_operand(x: jax.Array, per: str, to: Format, summed: tuple[int, ...]) -> Quantized:
     return quantize(x, None if per == TENSOR else summed, to)
 
 
-def _refuse_derivative(settings: ProductSettings, primals: object, tangents: object) -> Any:
+def _refuse_derivative(settings: ProductSettings, primals: object, tangents: object) -> PyTree:
     raise TypeError(
         "the gradients of a quantized product have no derivative: rounding has none. For second "
         'derivatives (Hessians, meta-learning) use variant="standard" in these layers.'
@@ -88,7 +91,7 @@ def _matmul(settings: ProductSettings, x: jax.Array, w: jax.Array) -> jax.Array:
     return _forward(settings, x, w)[0]
 
 
-def _forward(settings: ProductSettings, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(settings: ProductSettings, x: jax.Array, w: jax.Array) -> tuple[jax.Array, PyTree]:
     y, codes = _output(settings, x, w)
     # W itself, since a W returned by `_output` would be saved as a copy in each layer
     return y, (codes if settings.variant.saves_codes else x, w)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.arrays.block import Block, Factors
 from optax_lowmem._src.arrays.groups import MAX_ELEMENTS, next_power_of_two
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
@@ -307,9 +308,9 @@ def operands(
     values: Sequence[jax.Array],
     shapes: Sequence[tuple[int, ...]],
     implementation: str | None = None,
-) -> list[Any]:
+) -> list[PyTree]:
     """Return what the step reads of each leaf's v_mean (`Block.operands`), by a kernel if any."""
-    results: dict[int, Any] = {}
+    results: dict[int, PyTree] = {}
     alike: dict[Any, list[int]] = {}
     for i, (block, v, shape) in enumerate(zip(blocks, values, shapes, strict=True)):
         if _has_factors_kernel(block, shape) and _no_kernel_reason(v, implementation) is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from optax_lowmem._src.arrays.hyperparameters import (
     following,
     is_zero,
 )
-from optax_lowmem._src.arrays.typing import Arrays, Scalar, ScalarOrSchedule
+from optax_lowmem._src.arrays.typing import Arrays, PyTree, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optim.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optim.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.optim.step.rule import Slot, UpdateRule
@@ -37,11 +37,11 @@ class FlashAdamState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
-    mu: Any  # int8 codes of the parameter's shape, or f32
-    mu_scale: Any  # shape[:-1] + (groups,), or 0-d
-    nu: Any  # uint8 codes, or f32
-    nu_scale: Any
-    correction: Any  # int8 or int16 beside 16-bit weights, or 0-d; None in a bare direction
+    mu: PyTree  # int8 codes of the parameter's shape, or f32
+    mu_scale: PyTree  # shape[:-1] + (groups,), or 0-d
+    nu: PyTree  # uint8 codes, or f32
+    nu_scale: PyTree
+    correction: PyTree  # int8 or int16 beside 16-bit weights, or 0-d; None in a bare direction
 
 
 @dataclasses.dataclass(frozen=True)

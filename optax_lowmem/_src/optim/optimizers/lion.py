@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from optax_lowmem._src.arrays.hyperparameters import (
     check_range,
     complement,
 )
-from optax_lowmem._src.arrays.typing import Arrays, Scalar, ScalarOrSchedule
+from optax_lowmem._src.arrays.typing import Arrays, PyTree, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optim.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optim.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.optim.step.rule import Slot, UpdateRule
@@ -31,9 +31,9 @@ class FlashLionState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
-    mu: Any  # int8 codes of the parameter's shape, or f32
-    mu_scale: Any  # shape[:-1] + (groups,), or 0-d
-    correction: Any  # int8 or int16 beside 16-bit weights, or 0-d; None in a bare direction
+    mu: PyTree  # int8 codes of the parameter's shape, or f32
+    mu_scale: PyTree  # shape[:-1] + (groups,), or 0-d
+    correction: PyTree  # int8 or int16 beside 16-bit weights, or 0-d; None in a bare direction
 
 
 @dataclasses.dataclass(frozen=True)

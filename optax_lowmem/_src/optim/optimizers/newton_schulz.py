@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
+
+from optax_lowmem._src.arrays.typing import PyTree
 
 Coefficients = tuple[tuple[float, float, float], ...]  # a, b, c of each iteration
 
@@ -120,7 +121,7 @@ def _multiplied_once(
         rounded = None if x.dtype == gram.dtype else gram.astype(x.dtype)
         return rounded, _factor(gram, row[0], row[1], x.dtype)
 
-    def iterated(i: jax.Array, carry: Any) -> Any:
+    def iterated(i: jax.Array, carry: PyTree) -> PyTree:
         gram, rounded, factor, total = carry
         gram = plus(gram, gram if rounded is None else rounded, factor.mT)
         gram = plus(gram, factor, gram)

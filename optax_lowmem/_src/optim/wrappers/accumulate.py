@@ -15,7 +15,7 @@ from optax_lowmem._src.arrays import numerics, random, trees, varying
 from optax_lowmem._src.arrays.compiled import is_eager
 from optax_lowmem._src.arrays.hyperparameters import INJECT, check_choice, check_count
 from optax_lowmem._src.arrays.sharding import reshard_like
-from optax_lowmem._src.arrays.typing import Tree
+from optax_lowmem._src.arrays.typing import PyTree, Tree
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.step.engine import Engine, EngineTransformation
 
@@ -28,7 +28,7 @@ class AccumulationState(NamedTuple):
     micro_step: jax.Array  # shape=(), dtype=jnp.int32; 0 ... every - 1
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32; micro-batches seen
     seed: jax.Array  # shape=(), dtype=jnp.uint32
-    accumulated: Any  # bf16, the parameters' shapes; None with into="moments"
+    accumulated: PyTree  # bf16, the parameters' shapes; None with into="moments"
     inner_state: optax.OptState
 
 
@@ -98,7 +98,7 @@ class _Buffered:
         return AccumulationState(micro_step, count, seed, buffer, self.inner.init(params))
 
     def update(
-        self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
+        self, updates: PyTree, state: AccumulationState, params: PyTree = None, **extra: Any
     ) -> tuple[optax.Updates, AccumulationState]:
         trees.check_state(state, AccumulationState)
         trees.match("gradient", updates, state.accumulated)
@@ -147,7 +147,7 @@ class _Direct:
         return AccumulationState(micro_step, count, seed, None, inner)
 
     def update(
-        self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
+        self, updates: PyTree, state: AccumulationState, params: PyTree = None, **extra: Any
     ) -> tuple[optax.Updates, AccumulationState]:
         trees.check_state(state, AccumulationState)
         steps = state.inner_state.count
@@ -166,7 +166,7 @@ class _Direct:
 def value_and_grad(
     loss: Callable[..., jax.Array],
     micro_batches: int,
-    prepare: Callable[[optax.Params], Any] | None = None,
+    prepare: Callable[[optax.Params], PyTree] | None = None,
     *,
     dtype: str = "bfloat16",
 ) -> Callable[..., tuple[jax.Array, optax.Updates]]:
@@ -235,7 +235,7 @@ def value_and_grad(
     if prepare is not None and not callable(prepare):
         raise TypeError(f"prepare must be a function of the parameters or None, got {prepare!r}")
 
-    def of_batch(params: Any, batch: object, seed: ArrayLike) -> tuple[jax.Array, Any]:
+    def of_batch(params: PyTree, batch: object, seed: ArrayLike) -> tuple[jax.Array, PyTree]:
         more = () if prepare is None else (prepare(lax.stop_gradient(params)),)
 
         def of_one(params: optax.Params, part: object) -> tuple[jax.Array, optax.Updates]:
@@ -253,7 +253,7 @@ def value_and_grad(
         # mixed, so that keys differ from the optimizer's, which are hashed from (seed, step)
         mixed_seed = random.mix(jnp.asarray(seed).astype(jnp.uint32))
 
-        def body(carry: Any, inputs: Any) -> tuple[Any, None]:
+        def body(carry: PyTree, inputs: PyTree) -> tuple[PyTree, None]:
             total, mean = carry
             index, part = inputs
             value, gradient = of_one(params, part)
@@ -277,7 +277,7 @@ def value_and_grad(
     return of_batch
 
 
-def micro_batches_of(batch: object, number: int) -> Any:
+def micro_batches_of(batch: object, number: int) -> PyTree:
     """Return a batch with `_parts` of its leaves."""
     parts = [_parts(path, leaf, number) for path, leaf in trees.named_leaves(batch)]
     return jax.tree.unflatten(jax.tree.structure(batch), parts)
@@ -293,7 +293,7 @@ def _parts(path: str, rows: jax.Array, number: int) -> jax.Array:
     return jnp.moveaxis(rows.reshape(-1, number, *rows.shape[1:]), 1, 0)
 
 
-def _means(gradients: optax.Updates, means: Tree, every: int) -> Any:
+def _means(gradients: optax.Updates, means: Tree, every: int) -> PyTree:
     """Add each gradient's share to its running mean, in f32; return a tree like the gradients."""
     share = jnp.float32(1 / every)
     rows = zip(jax.tree.leaves(gradients), jax.tree.leaves(means), strict=True)

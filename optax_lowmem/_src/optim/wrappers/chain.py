@@ -14,7 +14,7 @@ from optax_lowmem._src.arrays import numerics, trees
 from optax_lowmem._src.arrays.compiled import compiled
 from optax_lowmem._src.arrays.hyperparameters import check_choice
 from optax_lowmem._src.arrays.sharding import named_shardings
-from optax_lowmem._src.arrays.typing import Tree
+from optax_lowmem._src.arrays.typing import PyTree, Tree
 from optax_lowmem._src.kernels import step_arguments
 from optax_lowmem._src.optim.step import IMPLEMENTATIONS
 from optax_lowmem._src.optim.step.engine import EngineTransformation
@@ -62,7 +62,9 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
                 )
         return linked.init(params)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
         return _run_links(transformations, updates, state, params, _update, extra)
 
     update.links = transformations  # type: ignore[attr-defined]
@@ -78,7 +80,9 @@ class Chain(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # opt
         return links
 
 
-Take = Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, state, weights) -> new ones
+Take = Callable[
+    [PyTree, PyTree, PyTree], tuple[PyTree, PyTree]
+]  # (gradients, state, weights) -> new ones
 
 
 class InnerWeights(Protocol):
@@ -88,13 +92,19 @@ class InnerWeights(Protocol):
     def inner(self) -> optax.GradientTransformationExtraArgs: ...
 
     def update(
-        self, updates: Any, state: Any, params: Any = None, *, factor: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
+        self,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        factor: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, PyTree]:
         """As optax's; `factor` multiplies the gradients, if `inner` is one of our optimizers."""
 
     def advance(
-        self, gradients: Any, state: Any, params: Any, take: Take, factor: Any
-    ) -> tuple[Any, Any]:
+        self, gradients: PyTree, state: PyTree, params: PyTree, take: Take, factor: jax.Array | None
+    ) -> tuple[PyTree, PyTree]:
         """Return new parameters and state; `take` steps the weights of `inner`."""
 
 
@@ -218,7 +228,12 @@ def _run_links(
 
 
 def _update(
-    tx: optax.GradientTransformation, updates: Any, state: Any, params: Any, factor: Any, extra: Any
+    tx: optax.GradientTransformation,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    factor: jax.Array | None,
+    extra: Mapping[str, object],
 ) -> tuple[optax.Updates, optax.OptState]:
     if isinstance(tx, EngineTransformation):
         return tx.engine.update(updates, state, params, gradient_scale=factor)
@@ -228,7 +243,12 @@ def _update(
 
 
 def _step_by_params(
-    tx: optax.GradientTransformation, updates: Any, state: Any, params: Any, factor: Any, extra: Any
+    tx: optax.GradientTransformation,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
+    factor: jax.Array | None,
+    extra: Mapping[str, object],
 ) -> tuple[optax.Params, optax.OptState]:
     """Step a transformation, or the links of a chain, by new parameters where it returns them."""
     if isinstance(tx, Chain):
@@ -237,7 +257,7 @@ def _step_by_params(
         return tx.engine.run(updates, state, params, gradient_scale=factor, returns_params=True)
     if isinstance(tx, WeightTransformation):
 
-        def take(gradients: Any, inner_state: Any, weights: Any) -> tuple[Any, Any]:
+        def take(gradients: PyTree, inner_state: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
             return _step_by_params(tx.work.inner, gradients, inner_state, weights, factor, extra)
 
         return tx.work.advance(updates, state, params, take, factor)
@@ -278,7 +298,7 @@ def _widened(updates: Tree) -> Tree:
     return trees.widened(updates, floats_only=True)
 
 
-def global_norm_limit(link: optax.GradientTransformation) -> Any:
+def global_norm_limit(link: optax.GradientTransformation) -> PyTree:
     """Return the limit of `optax.clip_by_global_norm`, or None for any other link."""
     # optax's transformations are closures that cannot be asked what they are. Two of one
     # constructor share their code: https://github.com/google-deepmind/optax/issues/1

@@ -26,6 +26,7 @@ from optax_lowmem._src.arrays.sharding import (
     sharding_of,
     state_sharding,
 )
+from optax_lowmem._src.arrays.typing import PyTree, Structure
 from optax_lowmem._src.kernels import group_codec
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.policy import Policy, warn_of_patterns
@@ -46,8 +47,10 @@ class CompressedState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
-    inner_state: Any  # of the inner optimizer's type
-    scales: dict[str, Any]  # "<slot>_scale" -> a tree like the slot; "<slot>_scale_1" for a second
+    inner_state: PyTree  # of the inner optimizer's type
+    scales: dict[
+        str, PyTree
+    ]  # "<slot>_scale" -> a tree like the slot; "<slot>_scale_1" for a second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +62,14 @@ class _Slot:
     codec: GroupCodec
     facts: SlotFacts
     blockwise: bool  # whether its arrays may have one value per block
-    tree: Any
+    tree: PyTree
 
     def flattened(self, shape: tuple[int, ...], weight: tuple[int, ...]) -> bool:
         """Return whether an array is block-wise, and therefore grouped as one flat vector."""
         return self.blockwise and shape != weight
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     return {path: jnp.shape(leaf) for path, leaf in trees.named_leaves(tree)}
 
 
@@ -74,7 +77,9 @@ def _is_code(leaf: jax.Array) -> bool:
     return leaf.dtype in (jnp.int8, jnp.uint8)
 
 
-def _shapes_and_dtypes(scales: Mapping[str, Any]) -> dict[tuple[str, str], tuple[Any, Any]]:
+def _shapes_and_dtypes(
+    scales: Mapping[str, PyTree],
+) -> dict[tuple[str, str], tuple[tuple[int, ...], jnp.dtype]]:
     """Return {(key of the scales, path): (shape, dtype)}."""
     return {
         (name, path): (jnp.shape(leaf), jnp.dtype(leaf.dtype))
@@ -91,7 +96,7 @@ def _shaped(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding | None
 def _encoded(
     codec: GroupCodec,
     slot: str,
-    name: Any,
+    name: np.ndarray | np.uint32,
     leaf: jax.Array,
     stochastic: bool,
     flattened: bool,
@@ -183,7 +188,7 @@ class Compressor:
         """Return the compressed slots of an inner state, in order."""
         slots: dict[str, _Slot] = {}
 
-        def visit(node: optax.OptState, field: str, value: Any) -> Any:
+        def visit(node: optax.OptState, field: str, value: Any) -> PyTree:
             codec = self._codec_of(node, field)
             if codec is None:
                 return value
@@ -195,7 +200,7 @@ class Compressor:
         map_slots(visit, state)
         return list(slots.values())
 
-    def _with_slots(self, state: optax.OptState, values: Iterable[Any]) -> Any:
+    def _with_slots(self, state: optax.OptState, values: Iterable[PyTree]) -> PyTree:
         """Replace the compressed slots of an inner state."""
         new = iter(values)
         return map_slots(
@@ -203,7 +208,7 @@ class Compressor:
             state,
         )
 
-    def _without_slots(self, state: optax.OptState) -> Any:
+    def _without_slots(self, state: optax.OptState) -> PyTree:
         return self._with_slots(state, itertools.repeat(()))
 
     def _check_state(self, state: optax.OptState, params: optax.Params) -> None:
@@ -226,7 +231,7 @@ class Compressor:
                     )
         fields: dict[str, None] = {}  # those that may be slots
 
-        def visit(node: optax.OptState, field: str, value: Any) -> Any:
+        def visit(node: optax.OptState, field: str, value: Any) -> PyTree:
             leaves = jax.tree.leaves(value)
             if not leaves or any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves):
                 fields[field] = None
@@ -247,7 +252,7 @@ class Compressor:
         self,
         slot: _Slot,
         path: str,
-        leaf: Any,
+        leaf: PyTree,
         role: Role | None,
         masked_out: bool,
         stored: bool | None = None,
@@ -288,9 +293,9 @@ class Compressor:
         params: optax.Params,
         seed: jax.Array,
         count: jax.Array,
-        before: Mapping[str, Any] = _EMPTY,
+        before: Mapping[str, PyTree] = _EMPTY,
         blocks: Mapping[tuple[str, str], Block] = _EMPTY,
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[PyTree, dict[str, PyTree]]:
         """Return the inner state with codes, and the scales, from f32 slots.
 
         `params` may be the gradients. `before` has the scales before the step, and `blocks` the
@@ -321,8 +326,8 @@ class Compressor:
         state: optax.OptState,
         slots: Sequence[_Slot],
         pairs: Sequence[tuple[jax.Array, jax.Array]],
-        before: Mapping[str, Any] = _EMPTY,
-    ) -> tuple[Any, dict[str, Any]]:
+        before: Mapping[str, PyTree] = _EMPTY,
+    ) -> tuple[PyTree, dict[str, PyTree]]:
         """Return the inner state with codes, and the scales, from those of each leaf in order."""
         rest, codes, scales = iter(pairs), [], {}
         for slot in slots:
@@ -333,7 +338,7 @@ class Compressor:
             scales[slot.scales] = array_metadata.like(slot.tree, of_slot, before.get(slot.scales))
         return self._with_slots(state, codes), scales
 
-    def _decode(self, state: CompressedState, updates: optax.Updates) -> Any:
+    def _decode(self, state: CompressedState, updates: optax.Updates) -> PyTree:
         """Return the inner state with f32 slots, after checking its codes and scales."""
         slots, shapes = self._slots(state.inner_state), _shapes(updates)
         known, stored = [slot.scales for slot in slots], ", ".join(state.scales)
@@ -414,7 +419,7 @@ class Compressor:
 
     def _start(
         self, params: optax.Params, first: bool = False
-    ) -> tuple[Any, dict[tuple[str, str], Block]]:
+    ) -> tuple[PyTree, dict[tuple[str, str], Block]]:
         """Return the initial inner state, and the `Block`s of its block-wise slots by (path, slot).
 
         With `first`, record the decisions of the inner `init`, except those about slots that are
@@ -443,12 +448,12 @@ class Compressor:
             return False
         if not all(slot.facts.constant_init for slot in self._slots(abstract)):
             return False
-        like: Any = jax.tree.structure(jax.eval_shape(lambda p: self._start(p)[0], one_each))
+        like: Structure = jax.tree.structure(jax.eval_shape(lambda p: self._start(p)[0], one_each))
         return bool(like == jax.tree.structure(abstract))
 
     def _constant_state(
         self, abstract: optax.OptState, small: optax.OptState, params: optax.Params
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[PyTree, dict[str, PyTree]]:
         """Return the encoded state with `abstract`'s shapes, and its scales.
 
         The constants are those of `small`, the state of one-element parameters.
@@ -474,8 +479,8 @@ class Compressor:
         return inner, scales
 
     def update(
-        self, updates: Any, state: CompressedState, params: Any = None, **extra: Any
-    ) -> tuple[Any, CompressedState]:
+        self, updates: PyTree, state: CompressedState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, CompressedState]:
         """Decode the slots, run the inner update on f32 gradients, encode the slots again."""
         trees.check_state(state, CompressedState)
         if params is not None:

@@ -12,7 +12,7 @@ from optax_lowmem._src.arrays import random, trees
 from optax_lowmem._src.arrays.codecs import BitSplit
 from optax_lowmem._src.arrays.compiled import compiled, each
 from optax_lowmem._src.arrays.hyperparameters import check_range, complement
-from optax_lowmem._src.arrays.typing import Scalar, Tree
+from optax_lowmem._src.arrays.typing import PyTree, Scalar, Structure, Tree
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.step.masters import (
     join_leaves,
@@ -28,8 +28,8 @@ class MasterEmaState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
-    ema: Any  # bf16, the parameters' shapes
-    ema_correction: Any  # int8 or int16
+    ema: PyTree  # bf16, the parameters' shapes
+    ema_correction: PyTree  # int8 or int16
     inner_state: optax.OptState
 
 
@@ -49,7 +49,7 @@ class _Tracker:
         return MasterEmaState(jnp.zeros((), jnp.int32), seed, ema, correction, inner)
 
     def update(
-        self, updates: Any, state: MasterEmaState, params: Any = None, **extra: Any
+        self, updates: PyTree, state: MasterEmaState, params: PyTree = None, **extra: Any
     ) -> tuple[optax.Updates, MasterEmaState]:
         if params is None:
             raise ValueError(trees.NO_PARAMS_MSG)
@@ -67,7 +67,7 @@ class _Tracker:
         return updates, MasterEmaState(count, state.seed, average, correction, inner)
 
     def _trees(self, params: Tree, pairs: list[tuple[jax.Array, jax.Array]]) -> tuple[Tree, Tree]:
-        treedef: Any = jax.tree.structure(params)
+        treedef: Structure = jax.tree.structure(params)
         ema, correction = zip(*pairs, strict=True) if pairs else ((), ())
         return treedef.unflatten(ema), treedef.unflatten(correction)
 

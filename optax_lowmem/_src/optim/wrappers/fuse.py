@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import optax
 
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.optim.wrappers import chain
 
 
@@ -48,7 +49,9 @@ def fuse_updates(tx: optax.GradientTransformation) -> optax.GradientTransformati
       >>> params, state = train_step(params, state, params)
     """
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
         new, state = chain.step(tx, updates, state, params, **extra)
         return jax.tree.map(_Sum, new), state
 

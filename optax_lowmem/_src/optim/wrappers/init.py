@@ -12,12 +12,12 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_lowmem._src.arrays import patterns, trees
 from optax_lowmem._src.arrays.codecs import MasterSplit, master_split
 from optax_lowmem._src.arrays.compiled import compiled
-from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.arrays.typing import Arrays, PyTree
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.policy import unmatched_patterns
 from optax_lowmem._src.optim.wrappers.stale_corrections import rounded_distances, stale_corrections
 
-WeightDtype: TypeAlias = DTypeLike | Callable[[str, Any], DTypeLike]
+WeightDtype: TypeAlias = DTypeLike | Callable[[str, PyTree], DTypeLike]
 
 
 def init(
@@ -114,10 +114,10 @@ def init(
 def splits_of_f32(tx: optax.GradientTransformation, params: optax.Params) -> set[str]:
     """Return the paths of the f32 parameters that an optimizer splits if their weights are bf16."""
 
-    def is_f32(leaf: Any) -> bool:
+    def is_f32(leaf: PyTree) -> bool:
         return bool(getattr(leaf, "dtype", None) == jnp.float32)
 
-    def narrow(leaf: Any) -> Any:
+    def narrow(leaf: PyTree) -> PyTree:
         return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) if is_f32(leaf) else leaf
 
     _, decisions = context.dry_run(tx, jax.tree.map(narrow, params))

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from optax_lowmem._src.arrays import trees
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.optim.wrappers import slots
 from optax_lowmem._src.optim.wrappers.compressor import CompressedState
 
@@ -69,7 +70,7 @@ def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
         fitting[prefix] |= new is not None
         return x if new is None else new
 
-    def set_tree(tree: Any, scales: bool = False) -> Any:
+    def set_tree(tree: PyTree, scales: bool = False) -> PyTree:
         leaves = [set_zero(path, x, scales) for path, x in trees.named_leaves(tree)]
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
@@ -80,7 +81,7 @@ def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
         for name in node.scales
     }
 
-    def visit(node: Any, field: str, value: Any) -> Any:
+    def visit(node: PyTree, field: str, value: Any) -> PyTree:
         if field == "scales" and _is_compressed(node):
             return {name: set_tree(tree, scales=True) for name, tree in value.items()}
         if field.endswith("_scale") and hasattr(node, field.removesuffix("_scale")):
@@ -107,7 +108,7 @@ def _indexed(path: str) -> str:
     return f"['{path}']" if path else ""
 
 
-def _zeros_where(x: jax.Array, mask: Any, scales: bool) -> jax.Array | None:
+def _zeros_where(x: jax.Array, mask: PyTree, scales: bool) -> jax.Array | None:
     """Return `x` with zeros where the mask is True, or None if the mask does not fit `x`.
 
     Scales accept only masks of whole rows, since their shape does not determine their groups.
@@ -125,7 +126,7 @@ def _zeros_where(x: jax.Array, mask: Any, scales: bool) -> jax.Array | None:
     return jnp.where(mask, jnp.zeros_like(x), x) if _fits(mask, x) else None
 
 
-def _fits(mask: Any, x: jax.Array) -> bool:
+def _fits(mask: PyTree, x: jax.Array) -> bool:
     return all(size in (1, whole) for size, whole in zip(mask.shape, x.shape, strict=True))
 
 

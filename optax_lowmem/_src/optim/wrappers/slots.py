@@ -7,6 +7,7 @@ from typing import Any
 import optax
 
 from optax_lowmem._src.arrays.trees import DICTS, is_named_tuple, is_state
+from optax_lowmem._src.arrays.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def facts(state: object, field: str, ours: bool = False) -> SlotFacts:
 
 
 def map_slots(
-    function: Callable[[Any, str, Any], Any], state: optax.OptState, in_field: bool = False
+    function: Callable[[PyTree, str, PyTree], PyTree], state: optax.OptState, in_field: bool = False
 ) -> optax.OptState:
     """Replace every NamedTuple field of a state by function(state, field, value), in order.
 
@@ -119,7 +120,7 @@ def map_slots(
     return state
 
 
-def scale_name(slot: str, known: Mapping[str, Any]) -> str:
+def scale_name(slot: str, known: Mapping[str, PyTree]) -> str:
     """Return the key for the scales of a slot's next occurrence."""
     same = sum(name.startswith(f"{slot}_scale") for name in known)
     return f"{slot}_scale" + (f"_{same}" if same else "")

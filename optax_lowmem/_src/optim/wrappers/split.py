@@ -11,6 +11,7 @@ from optax_lowmem._src.arrays import array_metadata, numerics, random, trees
 from optax_lowmem._src.arrays.codecs import MasterSplit
 from optax_lowmem._src.arrays.compiled import each, unstacked
 from optax_lowmem._src.arrays.hyperparameters import check_choice
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.step import MASTER, split_update
 from optax_lowmem._src.optim.step.masters import adds_noise, join_masters, splits_masters
@@ -24,7 +25,7 @@ class SplitState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
-    correction: Any  # int8 or int16 beside 16-bit weights; 0-d beside f32 ones
+    correction: PyTree  # int8 or int16 beside 16-bit weights; 0-d beside f32 ones
     inner_state: optax.OptState
 
 
@@ -61,7 +62,7 @@ class _Splitter:
         return SplitState(jnp.zeros((), jnp.int32), seed, correction, inner)
 
     def update(
-        self, updates: Any, state: SplitState, params: Any = None, **extra: Any
+        self, updates: PyTree, state: SplitState, params: PyTree = None, **extra: Any
     ) -> tuple[optax.Updates, SplitState]:
         """Update the masters; return updates that reach the new 16-bit weights exactly."""
         if params is None:

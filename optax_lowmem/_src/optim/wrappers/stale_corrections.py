@@ -7,7 +7,6 @@ emitted are compared with those that the whole transformation returns.
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import numpy as np
 import optax
 
 from optax_lowmem._src.arrays import trees
-from optax_lowmem._src.arrays.typing import Shaped
+from optax_lowmem._src.arrays.typing import PyTree, Shaped
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.clean_weights import FIELD
 
@@ -77,12 +76,15 @@ def _is_chain(node: object) -> bool:
     return type(node) in (tuple, OrderedDict)
 
 
-def _children(node: object) -> Iterator[Any]:
+def _children(node: object) -> Iterator[PyTree]:
     yield from jax.tree.leaves(node, is_leaf=lambda inner: inner is not node)
 
 
 def stale_corrections(
-    tx: optax.GradientTransformation, params: Any, state: Any, decisions: list[context.Decision]
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    state: PyTree,
+    decisions: list[context.Decision],
 ) -> list[str]:
     """Return warnings for leaves whose update is changed after the split, found in a trial step.
 
@@ -186,7 +188,7 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
     ]
 
 
-def _fast_weights(tree: Any) -> Any:
+def _fast_weights(tree: PyTree) -> PyTree:
     """Return what the optimizer inside `optax.lookahead` steps; other trees unchanged."""
     return tree.fast if isinstance(tree, optax.LookaheadParams) else tree
 
@@ -200,7 +202,7 @@ def _micro_steps(state: optax.OptState) -> Iterator[int]:
 
 
 def _update(
-    tx: optax.GradientTransformation, grads: Any, state: Any, weights: Any, at: Any
+    tx: optax.GradientTransformation, grads: PyTree, state: PyTree, weights: PyTree, at: PyTree
 ) -> tuple[optax.Updates, optax.OptState]:
     """Call `tx.update` with as many of optax's extra arguments as it accepts.
 

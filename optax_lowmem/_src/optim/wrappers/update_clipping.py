@@ -15,7 +15,7 @@ from optax_lowmem._src.arrays.hyperparameters import (
     check_range,
     decay_at,
 )
-from optax_lowmem._src.arrays.typing import Scalar, ScalarOrSchedule, Tree
+from optax_lowmem._src.arrays.typing import PyTree, Scalar, ScalarOrSchedule, Tree
 from optax_lowmem._src.optim.clipping import check_threshold, clipped_share, rms_of_ratio
 from optax_lowmem._src.optim.step.masters import splits_masters
 from optax_lowmem._src.optim.wrappers.slots import facts, map_slots
@@ -85,7 +85,7 @@ class _Clipper:
         return UpdateClippingState(jnp.zeros((), jnp.int32), inner)
 
     def update(
-        self, updates: Any, state: UpdateClippingState, params: Any = None, **extra: Any
+        self, updates: PyTree, state: UpdateClippingState, params: PyTree = None, **extra: Any
     ) -> tuple[optax.Updates, UpdateClippingState]:
         trees.check_state(state, UpdateClippingState)
         new, inner = self.inner.update(updates, state.inner_state, params, **extra)

@@ -18,7 +18,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.arrays import numerics, random, trees
-from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.arrays.typing import Arrays, PyTree, Structure
 from optax_lowmem._src.kernels import group_codec
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.optimizers import every_record
@@ -48,7 +48,7 @@ def record_of(state: optax.OptState) -> OptimizerRecord | None:
     return next((r for r in every_record() if r.rule.state_type.__name__ == kind), None)
 
 
-def counterpart(tx: optax.GradientTransformation, params: Any) -> optax.GradientTransformation:
+def counterpart(tx: optax.GradientTransformation, params: PyTree) -> optax.GradientTransformation:
     """Return an optax optimizer with the state that `tx` would have in f32, and arbitrary rates.
 
     Raises if `tx` does not reveal it, for example a closure of optax.
@@ -134,11 +134,11 @@ class _Converter:
     def __init__(self, decisions: list[context.Decision], to_optax: bool):
         self.decisions, self.to_optax = Decisions(decisions), to_optax
 
-    def choose(self, ours: optax.OptState, theirs: optax.OptState) -> tuple[Any, Any]:
+    def choose(self, ours: optax.OptState, theirs: optax.OptState) -> tuple[PyTree, PyTree]:
         """Return (the side to convert to, the side to convert from)."""
         return (theirs, ours) if self.to_optax else (ours, theirs)
 
-    def walk(self, ours: optax.OptState, theirs: optax.OptState, where: str = "state") -> Any:
+    def walk(self, ours: optax.OptState, theirs: optax.OptState, where: str = "state") -> PyTree:
         """Return the converted state, from a pair of states; `where` names them in errors."""
         kind = type(ours).__name__
         record = record_of(ours)
@@ -166,14 +166,14 @@ class _Converter:
             )
         raise _mismatch(ours, theirs, where)
 
-    def same(self, ours: optax.OptState, theirs: optax.OptState, where: str) -> Any:
+    def same(self, ours: optax.OptState, theirs: optax.OptState, where: str) -> PyTree:
         """Cast the arrays of one side to the dtypes of the other; both have the same tree."""
         target, source = self.choose(ours, theirs)
-        expected: Any = jax.tree.structure(target)
+        expected: Structure = jax.tree.structure(target)
         if expected != jax.tree.structure(source):
             raise _mismatch(ours, theirs, where)
 
-        def leaf(like: jax.Array | jax.ShapeDtypeStruct, x: jax.Array) -> Any:
+        def leaf(like: jax.Array | jax.ShapeDtypeStruct, x: jax.Array) -> PyTree:
             if jnp.shape(like) != jnp.shape(x):
                 here, there = (
                     ", ".join(map(kinds, jax.tree.leaves(tree)[:4])) for tree in (ours, theirs)
@@ -185,7 +185,7 @@ class _Converter:
 
         return jax.tree.map(leaf, target, source)
 
-    def _convert_fields(self, ours: optax.OptState, theirs: optax.OptState, where: str) -> Any:
+    def _convert_fields(self, ours: optax.OptState, theirs: optax.OptState, where: str) -> PyTree:
         target, source = self.choose(ours, theirs)
         results = {}
         for name in ours._fields:
@@ -198,14 +198,14 @@ class _Converter:
         return target._replace(**results)
 
     def _convert_links(
-        self, ours: tuple[Any, ...], theirs: tuple[Any, ...], where: str
-    ) -> tuple[Any, ...]:
+        self, ours: tuple[PyTree, ...], theirs: tuple[PyTree, ...], where: str
+    ) -> tuple[PyTree, ...]:
         """Convert the links of two chains; one of `ours` may correspond to several of `theirs`."""
         more = len(theirs) - len(ours)
         fused = [i for i, part in enumerate(ours) if record_of(part) is not None]
         if more and len(fused) != 1:
             raise _mismatch(ours, theirs, where)
-        results: list[Any] = []
+        results: list[PyTree] = []
         rest = list(theirs)
         for index, part in enumerate(ours):
             selected = more + 1 if more and index == fused[0] else 1
@@ -218,9 +218,9 @@ class _Converter:
 
     def _encoded_moments(
         self, ours: optax.OptState, theirs: optax.OptState, record: OptimizerRecord, where: str
-    ) -> Any:
-        values_of: dict[str, dict[str, Any]] = {slot: {} for slot in record.optax_fields}
-        counts: list[Any] = []
+    ) -> PyTree:
+        values_of: dict[str, dict[str, PyTree]] = {slot: {} for slot in record.optax_fields}
+        counts: list[jax.Array] = []
         _map_moments(
             theirs, record, lambda slot, tree: values_of[slot].update(trees.named_leaves(tree)),
             counts.append, where,
@@ -242,11 +242,11 @@ class _Converter:
             )
         return ours._replace(**fields)
 
-    def _compressed(self, ours: CompressedState, theirs: optax.OptState, where: str) -> Any:
+    def _compressed(self, ours: CompressedState, theirs: optax.OptState, where: str) -> PyTree:
         """Convert a state of optax to a `CompressedState` like `ours`."""
-        codes: dict[str, Any] = {}
+        codes: dict[str, PyTree] = {}
 
-        def f32_like(slot: str, name: str, stored: optax.Params) -> Any:
+        def f32_like(slot: str, name: str, stored: optax.Params) -> PyTree:
             """Return shapes of the values in place of codes; keep the codes for encoding."""
             codes[name] = stored
             rows = zip(
@@ -262,9 +262,9 @@ class _Converter:
         inner = self.walk(map_coded_slots(ours, ours.inner_state, f32_like), theirs, where)
         counts = optax.tree.get_all_with_path(theirs, "count")
         count = jnp.asarray(counts[0][1] if counts else 0, jnp.int32)
-        scales: dict[str, Any] = {}
+        scales: dict[str, PyTree] = {}
 
-        def encode(slot: str, name: str, values: optax.Params) -> Any:
+        def encode(slot: str, name: str, values: optax.Params) -> PyTree:
             pop = functools.partial(self.decisions.pop, slot=slot)
             named = dict(trees.named_leaves(values))
             result, scales[name] = _encode_slot(
@@ -276,10 +276,10 @@ class _Converter:
 
     def _decoded_moments(
         self, ours: optax.OptState, theirs: optax.OptState, record: OptimizerRecord, where: str
-    ) -> Any:
+    ) -> PyTree:
         paths: dict[str, list[str]] = {slot: [] for slot in record.optax_fields}
 
-        def note_paths(slot: str, like: optax.Params) -> Any:
+        def note_paths(slot: str, like: optax.Params) -> PyTree:
             paths[slot] += [path for path, _ in trees.named_leaves(like)]
             return like
 
@@ -287,16 +287,16 @@ class _Converter:
         for slot, names in paths.items():
             check_paths(slot, names, self.decisions.paths(slot), f"{where}.{slot}")
 
-        def field_of(slot: str, like: optax.Params) -> Any:
+        def field_of(slot: str, like: optax.Params) -> PyTree:
             pop = functools.partial(self.decisions.pop_inside, slot=slot)
             return _decode_slot(getattr(ours, slot), getattr(ours, f"{slot}_scale"), like, pop)
 
         return _map_moments(theirs, record, field_of, lambda _: jnp.asarray(ours.count), where)
 
-    def _decompressed(self, ours: CompressedState, theirs: optax.OptState, where: str) -> Any:
+    def _decompressed(self, ours: CompressedState, theirs: optax.OptState, where: str) -> PyTree:
         """Convert a `CompressedState` to a state of optax like `theirs`."""
 
-        def decode(slot: str, name: str, codes: optax.Params) -> Any:
+        def decode(slot: str, name: str, codes: optax.Params) -> PyTree:
             pop = functools.partial(self.decisions.pop, slot=slot)
             return _decode_slot(
                 codes, ours.scales[name], self.decisions.values_of(slot, codes), pop
@@ -311,8 +311,12 @@ def _is_ours(node: object) -> bool:
 
 
 def _map_moments(
-    theirs: Any, record: OptimizerRecord, of_slot: Callable[..., Any], of_count: Any, where: str
-) -> Any:
+    theirs: PyTree,
+    record: OptimizerRecord,
+    of_slot: Callable[..., PyTree],
+    of_count: Callable[[jax.Array], object],
+    where: str,
+) -> PyTree:
     """Map functions over the moments and counts of the state of one optimizer in optax.
 
     `of_slot` takes a slot and the tree of its field, and `of_count` a count. Raises unless the
@@ -326,7 +330,7 @@ def _map_moments(
     seen: list[str] = []
     other: list[str] = []
 
-    def visit(node: optax.OptState, field: str, value: Any) -> Any:
+    def visit(node: optax.OptState, field: str, value: Any) -> PyTree:
         name = f"{type(node).__name__}.{field}"
         if name in slots:
             seen.append(name)
@@ -361,7 +365,7 @@ def _by_state(names: Iterable[str]) -> str:
     return " and ".join(f"{', '.join(fields)} of one {state}" for state, fields in results.items())
 
 
-def _is_state(node: Any) -> bool:
+def _is_state(node: PyTree) -> bool:
     return trees.is_state(node) and bool(node._fields)
 
 
@@ -427,7 +431,7 @@ class Decisions:
         """Return the paths of the leaves that have a slot."""
         return [path for path, name in self._all if name == slot]
 
-    def values_of(self, slot: str, codes: Any) -> Any:
+    def values_of(self, slot: str, codes: PyTree) -> PyTree:
         """Return the f32 values of a stored slot as shapes, in a tree like that of its codes."""
         leaves = [
             jax.ShapeDtypeStruct(self._all[path, slot].values_shape, jnp.float32)
@@ -438,7 +442,7 @@ class Decisions:
     def note_outer_codes(self, state: CompressedState) -> None:
         """Record which slots this state quantizes: they are f32 in its inner states."""
 
-        def visit(slot: str, name: str, codes: Any) -> Any:
+        def visit(slot: str, name: str, codes: PyTree) -> PyTree:
             self._coded_outside.update((path, slot) for path, _ in trees.named_leaves(codes))
             return ()
 
@@ -483,12 +487,12 @@ def decode_leaf(
 
 
 def map_coded_slots(
-    state: CompressedState, inner: optax.OptState, function: Callable[[str, str, Any], Any]
-) -> Any:
+    state: CompressedState, inner: optax.OptState, function: Callable[[str, str, PyTree], PyTree]
+) -> PyTree:
     """Replace the quantized slots of `inner` by function(slot, key of its scales, value)."""
     seen: dict[str, None] = {}
 
-    def visit(node: optax.OptState, field: str, value: Any) -> Any:
+    def visit(node: optax.OptState, field: str, value: Any) -> PyTree:
         name = scale_name(field, seen)
         if name not in state.scales:
             return value
@@ -499,8 +503,14 @@ def map_coded_slots(
 
 
 def _encode_slot(
-    stored: Any, scales: Any, values: Arrays, pop: Pop, seed: Any, count: Any, where: str
-) -> tuple[Any, Any]:
+    stored: PyTree,
+    scales: PyTree,
+    values: Arrays,
+    pop: Pop,
+    seed: jax.Array,
+    count: jax.Array,
+    where: str,
+) -> tuple[PyTree, PyTree]:
     """Return a stored slot and its scales with other f32 values, by path; other leaves are kept.
 
     `pop` returns how the optimizer stores the leaf of a path, and `where` names the slot in errors.
@@ -526,7 +536,7 @@ def _encode_slot(
     return codes, new_scales
 
 
-def _decode_slot(stored: Any, scales: Any, like: Any, pop: Pop) -> Any:
+def _decode_slot(stored: PyTree, scales: PyTree, like: PyTree, pop: Pop) -> PyTree:
     """Return the f32 values of a stored slot, in a tree like `like`, whose leaves may be fewer."""
     expected = dict(trees.named_leaves(like))
     rows = zip(trees.named_leaves(stored), jax.tree.leaves(scales), strict=True)
@@ -548,7 +558,7 @@ def from_optax(
     keep_f32: Sequence[str] = (),
     seed: ArrayLike | None = None,
     allow_rounding: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Continue the run of an optax optimizer in low memory.
 
     `tx` is the low-memory form of the optimizer: `flash_adamw` for `optax.adamw`,
@@ -601,7 +611,7 @@ def to_optax(
     state: optax.OptState,
     params: optax.Params,
     plain: optax.GradientTransformation | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Continue a low-memory run in plain optax and f32.
 
     Args:
@@ -641,7 +651,7 @@ def to_optax(
     return masters, _filled(result, chosen, masters)
 
 
-def _filled(state: Any, plain: optax.GradientTransformation, params: optax.Params) -> Any:
+def _filled(state: PyTree, plain: optax.GradientTransformation, params: optax.Params) -> PyTree:
     """Replace a state's abstract leaves, which `tx` does not have, by those of `plain.init`."""
     leaves, treedef = jax.tree.flatten(state)
     left = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]

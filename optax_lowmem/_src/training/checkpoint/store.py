@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 
 from optax_lowmem._src.arrays import host, trees
 from optax_lowmem._src.arrays.sharding import replicated, state_sharding
-from optax_lowmem._src.arrays.typing import Shaped
+from optax_lowmem._src.arrays.typing import PyTree, Shaped
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.training.checkpoint import checksums, files, objects
 from optax_lowmem._src.training.checkpoint.description import (
@@ -40,7 +40,7 @@ _BARE = "array"  # the name of an array that is the whole tree
 _dotted = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
 
 
-def packed(tree: object) -> Any:
+def packed(tree: object) -> PyTree:
     """Return a tree without its arrays of size 0; None if no array is left.
 
     Raises if two arrays have the same name, which Orbax makes by joining keys with dots.
@@ -52,11 +52,11 @@ def packed(tree: object) -> Any:
     return {_BARE: kept} if jax.tree_util.all_leaves([kept]) else kept
 
 
-def unpacked(restored: object, target: object) -> Any:
+def unpacked(restored: object, target: object) -> PyTree:
     """Return the tree of `target`, abstract arrays with shardings, from its packed form."""
     arrays = iter(jax.tree.leaves(restored))
 
-    def of_leaf(like: Any) -> Any:
+    def of_leaf(like: PyTree) -> PyTree:
         empty = 0 in like.shape
         return jnp.zeros(like.shape, like.dtype, device=like.sharding) if empty else next(arrays)
 
@@ -69,8 +69,11 @@ Shardings = Any  # a Sharding, or a tree of them, a prefix of the state's
 
 
 def targets(
-    params_like: Any, state_like: Any, shardings: Shardings, decisions: Sequence[context.Decision]
-) -> tuple[Any, Any]:
+    params_like: PyTree,
+    state_like: PyTree,
+    shardings: Shardings,
+    decisions: Sequence[context.Decision],
+) -> tuple[PyTree, PyTree]:
     """Return abstract parameters and state, every leaf with its sharding.
 
     Parameters without a sharding are replicated over the devices of those that have one, or go to
@@ -100,7 +103,7 @@ def _shape_with_sharding(leaf: Shaped, sharding: Sharding) -> jax.ShapeDtypeStru
 
 
 def _shardings_like_parameters(
-    params: Any, state: Any, here: Sharding, decisions: Sequence[context.Decision]
+    params: PyTree, state: PyTree, here: Sharding, decisions: Sequence[context.Decision]
 ) -> Sequence[Sharding]:
     """Return the sharding of each array of a state: that of its parameter, otherwise `here`.
 
@@ -137,7 +140,7 @@ if TYPE_CHECKING:
 
 def args(
     tx: optax.GradientTransformation, params: optax.Params, state: optax.OptState
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     """Return the items of a checkpoint, for your `CheckpointManager`.
 
     Args:
@@ -177,7 +180,7 @@ def args(
 def save(
     path: StrPath,
     tx: Any,
-    params: Any = None,
+    params: PyTree = None,
     state: optax.OptState = None,
     step: int | None = None,
     *,
@@ -246,7 +249,7 @@ def save(
             files.remove_temporary(path)
 
 
-def _shard_bytes(x: Any) -> int:
+def _shard_bytes(x: PyTree) -> int:
     """Compute the bytes of a device's part of an array."""
     shape = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
     return math.prod(shape) * int(x.dtype.itemsize)
@@ -302,11 +305,11 @@ def latest_step(path: StrPath) -> int | None:
 def restore(
     path: StrPath,
     tx: Any,
-    params_like: Any = None,
+    params_like: PyTree = None,
     *,
     step: int | None = None,
     shardings: Shardings = None,
-) -> Any:
+) -> PyTree:
     """Restore parameters and state as `save` wrote them, bit for bit, on any mesh and devices.
 
     Of Flax: `restore(path, model, optimizer)` writes into these objects, onto the devices and with
@@ -361,7 +364,7 @@ def restore_from(
     *,
     step: int | None = None,
     shardings: Shardings = None,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Restore as `restore`, from your `CheckpointManager` that saved the items of `args`.
 
     Args:

@@ -1,7 +1,6 @@
 """Scalars per leaf: RMS_t of gradients, norms of the master weights."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,13 @@ import optax
 from optax_lowmem._src.arrays import numerics, patterns, trees
 from optax_lowmem._src.arrays.codecs import GroupCodec, StoredSlot, decode_array
 from optax_lowmem._src.arrays.hyperparameters import as_f32, check_decay, check_range, decay_at
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.optim.clipping import rms_of_ratio
 from optax_lowmem._src.optim.step.masters import master_params
 from optax_lowmem._src.optim.step.storage import Storage, codec_of, completed
 
 
-def _chosen(named: Sequence[tuple[str, Any]], leaves: Sequence[str]) -> dict[str, Any]:
+def _chosen(named: Sequence[tuple[str, PyTree]], leaves: Sequence[str]) -> dict[str, PyTree]:
     """Return the leaves that match any of some glob patterns, each of which must match one."""
     chosen = patterns.matching("leaves", leaves, [path for path, _ in named])
     return {path: leaf for path, leaf in named if path in chosen}
@@ -23,7 +23,7 @@ def _chosen(named: Sequence[tuple[str, Any]], leaves: Sequence[str]) -> dict[str
 
 _LEAST_EPS = 1e-18
 
-Moment = tuple[jax.Array, Any]  # `nu` of a leaf (codes or values), and its step count or None
+Moment = tuple[jax.Array, PyTree]  # `nu` of a leaf (codes or values), and its step count or None
 
 
 def rms(
@@ -172,7 +172,7 @@ def _checked(
     return nu, scales
 
 
-def _sampled(sample: int | None, *arrays: jax.Array | None) -> list[Any]:
+def _sampled(sample: int | None, *arrays: jax.Array | None) -> list[PyTree]:
     """Return every k-th slice of the arrays' common first axis."""
     first = arrays[0]
     # slices of a 1-D array would split groups
@@ -184,7 +184,7 @@ def _sampled(sample: int | None, *arrays: jax.Array | None) -> list[Any]:
 
 def norms(
     params: optax.Params, state: optax.OptState | None = None, *, leaves: Sequence[str] = ("*",)
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     r"""Return the norm :math:`\lVert\theta\rVert_2` of each leaf's master weight, in f32.
 
     Args:

@@ -225,7 +225,7 @@ class SpikeDetector:
 
     def update(
         self, state: SpikeState, loss: ArrayLike, rms: ArrayLike
-    ) -> tuple[SpikeState, dict[str, Any]]:
+    ) -> tuple[SpikeState, dict[str, jax.Array]]:
         """Process one step; return the new state and flags.
 
         Args:

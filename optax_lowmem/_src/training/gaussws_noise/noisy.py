@@ -12,6 +12,7 @@ from optax_lowmem._src.arrays import array_metadata, numerics, random, trees
 from optax_lowmem._src.arrays.compiled import compiled
 from optax_lowmem._src.arrays.hyperparameters import as_f32, check_range
 from optax_lowmem._src.arrays.roles.parts import Parts, chooser
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.kernels import step_arguments
 from optax_lowmem._src.layers.noise import distributions, formats, kernels
 from optax_lowmem._src.layers.noise.bitwidth import bitwidth
@@ -31,12 +32,12 @@ class GaussWSState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
-    clean: Any  # weights of sampled leaves, without noise; 0-d for other leaves
-    bits: Any  # b_i, f32, per 32 x 32 block; 0-d for other leaves
+    clean: PyTree  # weights of sampled leaves, without noise; 0-d for other leaves
+    bits: PyTree  # b_i, f32, per 32 x 32 block; 0-d for other leaves
     scale: Any  # max |w| 2^(1 - b_t) of the current noise; 0 before the first noise
     bits_range: jax.Array  # f32 (b_init, b_target)
-    bits_state: Any
-    inner_state: Any
+    bits_state: PyTree
+    inner_state: PyTree
 
 
 class _Leaf(NamedTuple):
@@ -44,8 +45,8 @@ class _Leaf(NamedTuple):
 
     path: str
     sampled: bool
-    param: Any
-    clean: Any
+    param: PyTree
+    clean: PyTree
     bits: jax.Array
     scale: jax.Array
 
@@ -62,7 +63,7 @@ class Noisy:
     bits_loss: float
     noise: distributions.Noise
     compute: formats.Scaled | None
-    clean_dtype: Any
+    clean_dtype: jnp.dtype | None
     seed: int
 
     def init(self, params: optax.Params) -> GaussWSState:
@@ -119,7 +120,7 @@ class Noisy:
             return jnp.array(original, self.clean_dtype, copy=True)
         return numerics.widen(leaf)
 
-    def _init_inner(self, weights: optax.Params) -> Any:
+    def _init_inner(self, weights: optax.Params) -> PyTree:
         if adds_noise(self.inner, weights):
             raise ValueError("gaussws_noise around gaussws_noise: use one, with the parts of both")
         state = self.inner.init(weights)
@@ -132,7 +133,10 @@ class Noisy:
         return state
 
     def _record(
-        self, decisions: list[context.Decision], leaves: list[tuple[str, Any]], chosen: list[bool]
+        self,
+        decisions: list[context.Decision],
+        leaves: list[tuple[str, PyTree]],
+        chosen: list[bool],
     ) -> None:
         """Record the decisions of `inner`, and which other leaves have a wide clean weight."""
         for decision in decisions:
@@ -157,17 +161,17 @@ class Noisy:
         )
 
     def update(
-        self, updates: Any, state: GaussWSState, params: Any = None, *,
+        self, updates: PyTree, state: GaussWSState, params: PyTree = None, *,
         factor: jax.Array | None = None, **extra: Any,
-    ) -> tuple[Any, GaussWSState]:  # fmt: skip
+    ) -> tuple[PyTree, GaussWSState]:  # fmt: skip
         """Return updates from the old noisy weights to the new ones, and the state.
 
         `factor`: multiplies the gradients, if `inner` is one of our optimizers.
         """
         emitted: dict[str, jax.Array] = {}
-        steps: list[Any] = []
+        steps: list[PyTree] = []
 
-        def take(gradients: Any, inner_state: Any, weights: Any) -> tuple[Any, Any]:
+        def take(gradients: PyTree, inner_state: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
             scaled = {} if factor is None else {"gradient_scale": factor}
             with context.emitting() as inside:
                 step, new_state = self.inner.update(
@@ -193,8 +197,13 @@ class Noisy:
         return jax.tree.unflatten(jax.tree.structure(params), changes), state
 
     def advance(
-        self, gradients: Any, state: GaussWSState, params: Any, take: Take, factor: jax.Array | None
-    ) -> tuple[Any, GaussWSState]:
+        self,
+        gradients: PyTree,
+        state: GaussWSState,
+        params: PyTree,
+        take: Take,
+        factor: jax.Array | None,
+    ) -> tuple[PyTree, GaussWSState]:
         """Return parameters with new noise, and state; `take` steps the clean weights."""
         if params is None:
             raise ValueError(trees.NO_PARAMS_MSG)
@@ -247,8 +256,13 @@ class Noisy:
         return rows
 
     def _update_bits(
-        self, rows: list[_Leaf], gradients: Any, state: GaussWSState, params: Any, factor: Any
-    ) -> tuple[jax.Array, Any, Any]:
+        self,
+        rows: list[_Leaf],
+        gradients: PyTree,
+        state: GaussWSState,
+        params: PyTree,
+        factor: PyTree,
+    ) -> tuple[jax.Array, PyTree, PyTree]:
         """Return the new count, b_i and state of the bits' optimizer (equations 3, 9 and 10)."""
         run = _bits_gradients if step_arguments.current().shardings else compiled(_bits_gradients)
         rows = [row._replace(param=None, clean=None) for row in rows]  # not needed
@@ -334,7 +348,7 @@ def _samples(
     return results
 
 
-def _merged(params: optax.Params, clean: optax.Params, chosen: list[bool]) -> Any:
+def _merged(params: optax.Params, clean: optax.Params, chosen: list[bool]) -> PyTree:
     """Return the parameters, with clean weights for sampled leaves."""
     rows = zip(jax.tree.leaves(params), jax.tree.leaves(clean), chosen, strict=True)
     weights = [w if sampled else param for param, w, sampled in rows]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 import optax
 
 from optax_lowmem._src.arrays import trees
-from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.arrays.typing import Arrays, PyTree
 from optax_lowmem._src.layers.noise.bitwidth import (
     SafeFormat,
     bitwidth,
@@ -137,7 +136,7 @@ def bits_table(bits: Arrays, format: str = "bfloat16", noise: str = "gaussws") -
     return BitsTable(tuple(rows), format, bound)
 
 
-def safe_cast(weights: optax.Params, bits: Arrays) -> Any:
+def safe_cast(weights: optax.Params, bits: Arrays) -> PyTree:
     """Round each layer's weights to the format of Table 2 for its largest b_t.
 
     Args:
