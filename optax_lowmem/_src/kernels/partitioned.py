@@ -32,6 +32,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
+from jax.extend.core import ClosedJaxpr
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
@@ -164,7 +165,10 @@ def can_lower(module: Any) -> bool:
 
 
 def lower(
-    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], partition: Partition, kernel: Any
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Any],
+    partition: Partition,
+    kernel: ClosedJaxpr,
 ) -> Any:
     """Return the results of a partitioned call, as values of the program that is lowered.
 
@@ -198,7 +202,7 @@ def lower(
     return values
 
 
-def _program(jaxpr: Any) -> list[str]:
+def _program(jaxpr: ClosedJaxpr) -> list[str]:
     """Return a jaxpr's operations, with hashes of the functions that it calls."""
     made = [*jaxpr.constvars, *jaxpr.invars, *(x for eqn in jaxpr.eqns for x in eqn.outvars)]
     numbers = {id(x): str(i) for i, x in enumerate(made)}  # their names have addresses
@@ -214,7 +218,7 @@ def _params(eqn: Any) -> str:
 
 
 @functools.lru_cache(maxsize=32)  # launches of equal leaves call one function
-def _printed(jaxpr: Any) -> str:
+def _printed(jaxpr: ClosedJaxpr) -> str:
     return hashlib.sha256(str(jaxpr).encode()).hexdigest()
 
 

@@ -8,6 +8,7 @@ import jax
 import optax
 
 from optax_lowmem._src.arrays import trees
+from optax_lowmem._src.arrays.typing import Json
 from optax_lowmem._src.optim import context
 
 FORMAT_VERSION = 3
@@ -24,7 +25,7 @@ def dtypes_and_shapes(tree: object) -> DtypesAndShapes:
     return {path: [str(leaf.dtype), list(leaf.shape)] for path, leaf in named}
 
 
-def metadata(tx: optax.GradientTransformation, params: optax.Params) -> dict[str, Any]:
+def metadata(tx: optax.GradientTransformation, params: optax.Params) -> Json:
     """Describe the format in which an optimizer stores its state, in types of JSON.
 
     Save the description with a checkpoint that you write yourself, and pass it to `check` before
@@ -53,7 +54,7 @@ def metadata(tx: optax.GradientTransformation, params: optax.Params) -> dict[str
 
 def describe(
     params: optax.Params, state: optax.OptState, decisions: Sequence[context.Decision]
-) -> dict[str, Any]:
+) -> Json:
     """Return `metadata`, from the state and the decisions of a `context.dry_run`."""
     slots: dict[str, dict[str, Any]] = {}
     for decision in decisions:
@@ -72,7 +73,7 @@ def describe(
     }
 
 
-def _describe_slot(decision: context.Decision) -> dict[str, Any]:
+def _describe_slot(decision: context.Decision) -> Json:
     if decision.slot == "correction":
         return {"split": decision.form}
     results: dict[str, Any] = {"codec": None}
@@ -92,7 +93,7 @@ def _describe_slot(decision: context.Decision) -> dict[str, Any]:
     return results
 
 
-def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: optax.Params) -> None:
+def check(saved: Json, tx: optax.GradientTransformation, params: optax.Params) -> None:
     """Raise unless a checkpoint's description matches the format that an optimizer reads.
 
     Rounding and seed are not compared: they only affect later steps.
@@ -117,7 +118,7 @@ def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: op
     compare(saved, metadata(tx, params))
 
 
-def compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def compare(saved: Json, here: Json) -> None:
     """Raise unless a checkpoint's description matches the description of what is expected."""
     lacking = next(_missing_entries(saved, here), None)
     if lacking is not None:
@@ -132,7 +133,7 @@ def compare(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         raise ValueError(problems[0] + more)
 
 
-def check_version(saved: Mapping[str, Any]) -> None:
+def check_version(saved: Json) -> None:
     """Raise unless a dict is a description, in this package's format version."""
     if saved.get("format") != NAME or not isinstance(saved.get("version"), int):
         raise ValueError(
@@ -148,7 +149,7 @@ def check_version(saved: Mapping[str, Any]) -> None:
         )
 
 
-def _missing_entries(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+def _missing_entries(saved: Json, here: Json) -> Iterator[str]:
     """Yield the entries that a description lacks for arrays that an optimizer reads."""
     parts = ("params", "slots", "state")
     yield from (repr(part) for part in parts if not isinstance(saved.get(part), Mapping))
@@ -168,7 +169,7 @@ def _missing_entries(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Itera
             yield from (f"'{field}' of slot '{slot}' of '{path}'" for field in missing)
 
 
-def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+def _differences(saved: Json, here: Json) -> Iterator[str]:
     """Yield messages on how a description differs from the expected one, most important first."""
     remedy = "Restore with the parameters that it was saved with."
     yield from array_differences("parameter", saved["params"], here["params"], remedy)
@@ -213,11 +214,11 @@ def _first_paths(paths: list[str]) -> str:
     return names + (f" and {len(paths) - 3} more" if len(paths) > 3 else "") or "nothing"
 
 
-def _without_rounding(form: Mapping[str, Any]) -> dict[str, Any]:
+def _without_rounding(form: Json) -> Json:
     return {key: value for key, value in form.items() if key != "rounding"}
 
 
-def _slot_text(form: Mapping[str, Any]) -> str:
+def _slot_text(form: Json) -> str:
     if "split" in form:
         return f"master weights split by {form['split']}" if form["split"] else "no correction"
     each = _block_text(form["block"]) if form.get("block") else ""
@@ -226,7 +227,7 @@ def _slot_text(form: Mapping[str, Any]) -> str:
     return f"{form['codec']} in groups of {form['group_size']} with {form['scale']} scales" + each
 
 
-def _block_text(block: Mapping[str, Any]) -> str:
+def _block_text(block: Json) -> str:
     """Return as text which elements share a value."""
     axes, heads = block["axes"], block["heads"]
     if block.get("rows_and_columns"):
@@ -236,7 +237,7 @@ def _block_text(block: Mapping[str, Any]) -> str:
     return f", a value for each block of axes {axes}" + (f" and heads {heads}" if heads else "")
 
 
-def _advice(slot: str, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+def _advice(slot: str, stored: Json, expected: Json) -> str:
     """Return as text the settings that read what was saved."""
     alike, other = ({**_without_rounding(form), "block": None} for form in (stored, expected))
     if alike == other:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax.sharding import Sharding
 
 from optax_lowmem._src.arrays import array_metadata
 from optax_lowmem._src.arrays.sharding import replicated
+from optax_lowmem._src.arrays.typing import PyTree
 
 _FP8 = "_overwrite_with_gradient"  # Flax's collection
 
@@ -22,47 +22,47 @@ class Contents:
     """The arrays of objects, as trees."""
 
     inner: optax.GradientTransformation  # the optimizer
-    params: Any  # the parameters that it trains
-    opt_state: Any  # its state
-    rest: Any  # every other array: statistics, random keys, counts of steps, frozen parameters
-    count: Any  # number of steps taken
+    params: PyTree  # the parameters that it trains
+    opt_state: PyTree  # its state
+    rest: PyTree  # every other array: statistics, random keys, counts of steps, frozen parameters
+    count: PyTree  # number of steps taken
     # writes parameters, state and rest into the objects; returns a new `TrainState`
-    write: Callable[[Any, Any, Any], Any]
+    write: Callable[[PyTree, PyTree, PyTree], PyTree]
 
     @property
     def tx(self) -> optax.GradientTransformation:
         """The optimizer, with `rest` in its state."""
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state["rest"])
 
-        def init(params: Any) -> Any:
+        def init(params: PyTree) -> PyTree:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
             return {"opt_state": self.inner.init(params), "rest": zeros}
 
         return optax.GradientTransformation(init, self.inner.update)
 
     @functools.cached_property
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """The optimizer's state, with `rest`."""
         return {"opt_state": self.opt_state, "rest": jax.tree.map(_array, self.rest)}
 
     @property
-    def shardings(self) -> Any:
+    def shardings(self) -> PyTree:
         """The sharding of each array of `state`; those on fewer devices are replicated."""
         whole = replicated((self.params, self.state))
 
-        def of(leaf: Any) -> Sharding:
+        def of(leaf: PyTree) -> Sharding:
             sharding = getattr(leaf, "sharding", None)
             return sharding if sharding and sharding.device_set == whole.device_set else whole
 
         return jax.tree.map(of, self.state)
 
-    def put(self, params: Any, state: Any) -> Any:
+    def put(self, params: PyTree, state: PyTree) -> PyTree:
         """Write restored arrays into the objects."""
         rest = jax.tree.map(_as_key, self.rest, state["rest"])
         return self.write(params, state["opt_state"], rest)
 
 
-def contents(model: Any, optimizer: Any = None) -> Contents:
+def contents(model: PyTree, optimizer: PyTree = None) -> Contents:
     """Return the arrays of a model and its `nnx.Optimizer`, or of one object that holds both."""
     if optimizer is None and all(hasattr(model, name) for name in ("tx", "params", "opt_state")):
         return _of_train_state(model)
@@ -78,7 +78,7 @@ def contents(model: Any, optimizer: Any = None) -> Contents:
 
 
 @contextlib.contextmanager
-def advising(*trees: Any) -> Iterator[None]:
+def advising(*trees: PyTree) -> Iterator[None]:
     """Add to an error about NNX variables what to pass instead of them."""
     try:
         yield
@@ -92,7 +92,7 @@ def advising(*trees: Any) -> Iterator[None]:
         raise
 
 
-def _of_nnx(model: Any, optimizer: Any) -> Contents:
+def _of_nnx(model: PyTree, optimizer: PyTree) -> Contents:
     from flax import nnx
 
     graph = getattr(optimizer, "graph", None)
@@ -101,7 +101,7 @@ def _of_nnx(model: Any, optimizer: Any) -> Contents:
     counts = nnx.state(optimizer, **known)
     counts = nnx.State({k: v for k, v in counts.items() if k not in ("model", "opt_state")})
 
-    def write(params: Any, opt_state: Any, rest: Any) -> None:
+    def write(params: PyTree, opt_state: PyTree, rest: PyTree) -> None:
         nnx.update(model, params, rest["model"])
         nnx.update(optimizer.opt_state, nnx.state(opt_state, **known))
         nnx.update(optimizer, rest["optimizer"])
@@ -112,7 +112,7 @@ def _of_nnx(model: Any, optimizer: Any) -> Contents:
     return Contents(optimizer.tx, params, opt_state, rest, optimizer.step[...], write)
 
 
-def _of_train_state(state: Any) -> Contents:
+def _of_train_state(state: PyTree) -> Contents:
     rest = {
         field.name: getattr(state, field.name)
         for field in dataclasses.fields(state)
@@ -122,7 +122,7 @@ def _of_train_state(state: Any) -> Contents:
     if fp8:
         params, rest[_FP8] = params["params"], params[_FP8]
 
-    def write(params: Any, opt_state: Any, rest: Any) -> Any:
+    def write(params: PyTree, opt_state: PyTree, rest: PyTree) -> PyTree:
         if fp8:
             params = type(state.params)({"params": params, _FP8: rest.pop(_FP8)})
         return state.replace(params=params, opt_state=opt_state, **rest)
@@ -130,11 +130,11 @@ def _of_train_state(state: Any) -> Contents:
     return Contents(state.tx, params, state.opt_state, rest, state.step, write)
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: PyTree) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _array(leaf: Any) -> Any:
+def _array(leaf: PyTree) -> PyTree:
     """Return a leaf as an array; for random keys, a dict from their dtype to their data."""
     if not _is_key(leaf):
         return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
@@ -143,9 +143,9 @@ def _array(leaf: Any) -> Any:
     return {str(leaf.dtype): jax.eval_shape(data, leaf) if abstract else data(leaf)}
 
 
-def _as_key(leaf: Any, restored: Any) -> Any:
+def _as_key(leaf: PyTree, restored: PyTree) -> PyTree:
     if not _is_key(leaf):
         return restored
-    kinds: list[Any] = []  # `key_impl` takes no ShapeDtypeStruct
+    kinds: list[PyTree] = []  # `key_impl` takes no ShapeDtypeStruct
     jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), leaf)
     return jax.random.wrap_key_data(*restored.values(), impl=kinds[0])
