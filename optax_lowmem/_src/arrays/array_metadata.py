@@ -223,7 +223,7 @@ def _fitting(
     return type(sharding)(*fitting) if isinstance(sharding, PartitionSpec) else fitting
 
 
-def _parts(axes: Any, sizes: dict[str, int]) -> int | None:
+def _parts(axes: object, sizes: dict[str, int]) -> int | None:
     """Return the number of shards along a dimension, or None if the mesh lacks its axes."""
     names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
     return math.prod(sizes[a] for a in names) if all(a in sizes for a in names) else None

@@ -30,7 +30,7 @@ def compiled(function: F) -> F:
     """
 
     @functools.wraps(function)
-    def call(*args: PyTree, **named: Any) -> PyTree:
+    def call(*args: PyTree, **named: object) -> PyTree:
         leaves, treedef = jax.tree.flatten((args, named))
         if not is_eager(leaves) or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return function(*args, **named)
@@ -80,7 +80,7 @@ FEW = 8  # up to this many rows share one program
 
 
 def each(
-    function: Callable[..., PyTree], rows: Sequence[tuple[PyTree, ...]], *shared: Any
+    function: Callable[..., PyTree], rows: Sequence[tuple[PyTree, ...]], *shared: PyTree
 ) -> list[PyTree]:
     """Return [function(*row, *shared) for row in rows], compiled where it is called eagerly.
 
@@ -95,7 +95,7 @@ def each(
 
 @compiled
 def _each(
-    function: Callable[..., PyTree], rows: list[tuple[PyTree, ...]], shared: tuple[Any, ...]
+    function: Callable[..., PyTree], rows: list[tuple[PyTree, ...]], shared: tuple[PyTree, ...]
 ) -> list[PyTree]:
     return [function(*row, *shared) for row in rows]
 

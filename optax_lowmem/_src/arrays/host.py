@@ -19,14 +19,14 @@ AHEAD = 2  # stages that are dispatched and have not ended
 class PerLayer:
     """An array that is stored as one array per layer, along axis 0, in `parts`."""
 
-    def __init__(self, parts: Iterable[Any]):
+    def __init__(self, parts: Iterable[PyTree]):
         self.parts = tuple(parts)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[PyTree, PyTree]], None]:
         return [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(self.parts)], None
 
     @classmethod
-    def tree_unflatten(cls, _: None, parts: Iterable[Any]) -> "PerLayer":
+    def tree_unflatten(cls, _: None, parts: Iterable[PyTree]) -> "PerLayer":
         return cls(parts)
 
     @property
@@ -82,7 +82,7 @@ def brought(tree: PyTree) -> PyTree:
     return jax.device_put(tree, jax.tree.map(place, tree))
 
 
-def put(tree: PyTree, shardings: Any, **how: Any) -> PyTree:
+def put(tree: PyTree, shardings: PyTree, **how: Any) -> PyTree:
     """Copy a tree of arrays, as `jax.device_put` does; of shapes, return those of the copies."""
     if not has_shapes(tree):
         return jax.device_put(tree, shardings, **how)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def check_range(name: str, value: object, low: float, high: float = math.inf) ->
         raise ValueError(f"{name} must be {span}, got {value!r}")
 
 
-def check_schedule(name: str, schedule: Callable[[jax.Array], Any]) -> None:
+def check_schedule(name: str, schedule: Callable[[jax.Array], ArrayLike]) -> None:
     """Raise unless the first value of a schedule is a real number >= 0."""
     with jax.ensure_compile_time_eval():
         first = schedule(jnp.zeros((), jnp.int32))
@@ -160,7 +160,7 @@ class Formula:
     """
 
     function: Callable[..., Arrays]
-    arguments: tuple[Any, ...] = ()
+    arguments: tuple[object, ...] = ()
 
     def __call__(self, count: jax.Array) -> Arrays:
         """Return f32 scalars; a user's schedule is called outside of `compiled`."""

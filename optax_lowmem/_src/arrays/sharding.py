@@ -8,12 +8,13 @@ their types.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.arrays.compiled import is_eager
@@ -184,7 +185,7 @@ def sharding_of_values(codes: PyTree, length: int) -> NamedSharding | None:
 
 
 def filled_like(
-    path: str, x: PyTree, form: jax.ShapeDtypeStruct, group_size: int, value: Any
+    path: str, x: PyTree, form: jax.ShapeDtypeStruct, group_size: int, value: ArrayLike
 ) -> jax.Array:
     """Return a constant state array of parameter `x`, with a sharding that follows `x`'s."""
     if form.shape == x.shape:
@@ -209,7 +210,7 @@ def reshard_like(tree: Tree, other: object) -> Tree:
     return jax.tree.map(lambda x, like: reshard(x, sharding_of(like)), tree, other)
 
 
-def left_to_xla(function: Callable[..., PyTree], shardings: Any, *args: PyTree) -> PyTree:
+def left_to_xla(function: Callable[..., PyTree], shardings: PyTree, *args: PyTree) -> PyTree:
     """Call function(*args) with Explicit axes as Auto: XLA chooses the shardings inside.
 
     The function must not close over arrays. If the types of `args` have Explicit axes, the result
@@ -229,8 +230,8 @@ def on_each_device(
     function: Callable[..., PyTree],
     mesh: Mesh | AbstractMesh,
     typed: bool,
-    specs: Any,
-    out_specs: Any,
+    specs: PyTree,
+    out_specs: PyTree,
     *args: PyTree,
 ) -> PyTree:
     """Call `function` with each device's shards of `args`, by `shard_map`.

@@ -142,7 +142,9 @@ def _of_fallback(several: _Flat, count: int) -> _Flat:
     return lambda *operands: several(*operands[:count])
 
 
-def _impl(*operands: PyTree, kernel: Any, several: _Flat, count: int, **_: Any) -> list[jax.Array]:
+def _impl(
+    *operands: PyTree, kernel: Any, several: _Flat, count: int, **_: object
+) -> list[jax.Array]:
     """Run the kernel outside of jit; the fallback if the arrays are on several devices."""
     if kernel is not None and _on_one_device(operands):
         return _of_jaxpr(kernel, count)(*operands)
@@ -181,7 +183,7 @@ def _batched(
     kernel: Any,
     several: _Flat,
     count: int,
-    **_: Any,
+    **_: object,
 ) -> tuple[list[jax.Array], list[int]]:
     axes = tuple(axes)
     plain = jax.vmap(several, in_axes=axes[:count])

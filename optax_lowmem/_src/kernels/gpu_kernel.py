@@ -7,14 +7,14 @@ called through jax_triton (`gpu_triton`).
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.arrays.numerics import Approximations, Elementwise
-from optax_lowmem._src.arrays.typing import T
+from optax_lowmem._src.arrays.typing import PyTree, T
 
 BACKENDS = ("pallas", "triton")  # first the one that needs only JAX
 
@@ -48,7 +48,7 @@ class Operand(abc.ABC):
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: jnp.dtype
 
     @abc.abstractmethod
     def load(
@@ -135,15 +135,15 @@ def bisect(
 
 def launch(
     body: Body,
-    operands: Sequence[Any],
-    results: Sequence[Any],
+    operands: PyTree,
+    results: PyTree,
     grid: tuple[int, ...],
     *,
     warps: int,
     name: str,
     backend: str = "pallas",
     in_place: Mapping[int, int] | None = None,
-) -> list[Any]:
+) -> PyTree:
     """Run the programs of a grid, and return the arrays that they store to, each element once.
 
     `body` is a function of (program, *operands, *results), which may be pytrees; `results` are

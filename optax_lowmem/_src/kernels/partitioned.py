@@ -37,6 +37,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh
 
 from optax_lowmem._src.arrays.shards import EVERY, Shards
+from optax_lowmem._src.arrays.typing import PyTree
 
 try:
     from jax._src import custom_partitioning as _jax
@@ -143,7 +144,7 @@ class Partition(abc.ABC):
         leaves it open. A device's number is `jax.lax.axis_index(EVERY)`.
         """
 
-    def traced(self, work: Callable[..., Any], *args: Any) -> Any:
+    def traced(self, work: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Call a function with the context variables and `enable_x64` of this object's creation."""
         switch = contextlib.nullcontext() if _x64() == self._x64 else jax.enable_x64(self._x64)
         with switch:
@@ -222,7 +223,7 @@ def _printed(jaxpr: ClosedJaxpr) -> str:
     return hashlib.sha256(str(jaxpr).encode()).hexdigest()
 
 
-def _cut(partition: Partition, count: int, mesh: Any, args: Any, results: Any) -> Any:
+def _cut(partition: Partition, count: int, mesh: object, args: PyTree, results: PyTree) -> PyTree:
     """Return a call's mesh, the work of a device, and the shardings of results and operands."""
     del mesh
     devices = next(x.sharding for x in args if x.sharding is not None)._internal_device_list

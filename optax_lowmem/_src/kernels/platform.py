@@ -4,14 +4,15 @@ import contextlib
 import functools
 import importlib.util
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays.groups import MAX_ELEMENTS
+from optax_lowmem._src.arrays.typing import Shaped
 
 FLOATS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))  # that kernels read
 _OLDEST = 8.0  # compute capability of Ampere, the oldest with bfloat16 in Triton
@@ -85,7 +86,7 @@ def target(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> str | N
     return device if device is None or isinstance(device, str) else str(device.platform)
 
 
-def targeting(x: jax.Array) -> contextlib.AbstractContextManager[Any]:
+def targeting(x: jax.Array) -> contextlib.AbstractContextManager[object]:
     """Return a context in which Pallas compiles for the `target`'s kind of TPU, on any host."""
     if jax.sharding.get_abstract_mesh().abstract_device is not None:
         return contextlib.nullcontext()
@@ -166,7 +167,9 @@ def no_backend_reason(name: str | None = None) -> str | None:
     return reasons[name] if name else "; ".join(reasons.values())
 
 
-def no_array_reason(x: Any, shape: tuple[int, ...] | None = None, dtype: Any = None) -> str | None:
+def no_array_reason(
+    x: Shaped, shape: tuple[int, ...] | None = None, dtype: DTypeLike | None = None
+) -> str | None:
     """Return the reason why no kernel of either backend processes an array of floats, or None.
 
     `shape` and `dtype` are those that are processed, if they are not x's.

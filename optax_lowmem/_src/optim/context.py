@@ -17,6 +17,8 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.arrays import trees
+from optax_lowmem._src.arrays.block import Block
+from optax_lowmem._src.arrays.codecs import GroupCodec
 from optax_lowmem._src.arrays.typing import T
 
 
@@ -31,9 +33,9 @@ class Decision:
     form: str | None
     reason: str  # one clause, for display
     group_size: int | None = None  # if the slot is compressed
-    codec: Any = None  # if the slot is compressed
+    codec: GroupCodec | None = None  # if the slot is compressed
     stochastic: bool = False  # whether its codes or master weights are rounded stochastically
-    block: Any = None  # the `Block` whose elements share a value, if any
+    block: Block | None = None  # the `Block` whose elements share a value, if any
     # shape of the parameter, or of the slot's values if it differs without a block
     shape: tuple[int, ...] = ()
     # for a step, a function that returns form and reason; only `explain` calls it

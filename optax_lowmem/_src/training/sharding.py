@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import optax
@@ -145,7 +144,7 @@ def _placed(
 
 
 def _declared_sharding(
-    path: str, box: Any, leaf: Shaped, mesh: Mesh | None, rules: Rules | None
+    path: str, box: PyTree, leaf: Shaped, mesh: Mesh | None, rules: Rules | None
 ) -> PyTree:
     """Return the sharding or partition spec that a parameter carries, None for replicated."""
     if array_metadata.is_box(box):

@@ -240,7 +240,9 @@ class GroupCodec(ShowsChanges, abc.ABC):
         """Return stored scales and divisors for `quantize`, from the reduced `spans`."""
 
     @abc.abstractmethod
-    def quantize(self, x: jax.Array, divisor: Any, uniforms: jax.Array | None = None) -> jax.Array:
+    def quantize(
+        self, x: jax.Array, divisor: PyTree, uniforms: jax.Array | None = None
+    ) -> jax.Array:
         """Return codes of f32 values, elementwise; `divisor` and `uniforms` broadcast.
 
         Args:
@@ -254,7 +256,7 @@ class GroupCodec(ShowsChanges, abc.ABC):
         """Return what `dequantize` needs per group, from the stored scales."""
 
     @abc.abstractmethod
-    def dequantize(self, codes: jax.Array, unit: Any) -> jax.Array:
+    def dequantize(self, codes: jax.Array, unit: PyTree) -> jax.Array:
         """Return f32 values of codes, elementwise; the group's `unit` broadcasts."""
 
     @abc.abstractmethod

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from optax_lowmem._src.arrays.codecs.float8 import (
     e4m3,
     e5m2,
 )
+from optax_lowmem._src.arrays.typing import PyTree
 
 _K_BITS = 15  # stored bits of k: 4 of the exponent, 11 of the mantissa
 _K_DROPPED = 23 - (_K_BITS - 4)
@@ -76,7 +77,7 @@ class Power(NamedTuple):
     inverse: jax.Array  # 2^shift / maximum; the shift keeps x * inverse in f32's range
     k: jax.Array
     start: jax.Array  # log2 of the expanded maximum, minus k * shift
-    odds: Any  # of the inner codec
+    odds: PyTree  # of the inner codec
 
 
 class Root(NamedTuple):

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -192,7 +192,7 @@ def leaves_of(params: optax.Params) -> Leaves:
     return _by_biases({leaf.path: leaf for leaf in _by_components(leaves)})
 
 
-def _axis_names(node: object) -> tuple[Any, ...] | None:
+def _axis_names(node: object) -> tuple[object, ...] | None:
     """Return the axis names of a Linen box or an NNX variable, without importing Flax."""
     if hasattr(node, "unbox") and hasattr(node, "names"):
         return tuple(node.names)

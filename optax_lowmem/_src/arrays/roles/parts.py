@@ -16,6 +16,7 @@ from optax_lowmem._src.arrays.roles.roles import (
     is_embedding,
     is_norm,
 )
+from optax_lowmem._src.arrays.typing import Shaped
 
 # module names in lower case, without Linen's number
 _UP = {"up", "up_proj", "gate", "gate_proj", "w1", "w3", "wi", "w_up", "w_gate", "fc1", "fc_in",
@@ -85,7 +86,7 @@ def chooser(parts: Parts) -> Callable[[str, Any], bool]:
             f"parts must be names ({', '.join(PARTS)}), patterns or a function, got {parts!r}"
         )
 
-    def chosen(path: str, leaf: Any) -> bool:
+    def chosen(path: str, leaf: Shaped) -> bool:
         shape = tuple(getattr(leaf, "shape", (1, 1)))
         known = ModuleLeaf(path, shape)
         return any(

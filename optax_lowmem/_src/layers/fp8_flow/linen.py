@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.layers.fp8_flow import gate, norm
 from optax_lowmem._src.layers.fp8_flow.linear import QuantizedKernel, apply_layer
@@ -78,9 +80,9 @@ class Fp8RMSNorm(nn.Module):
     """
 
     epsilon: float = 1e-6
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    scale_init: Any = nn.initializers.ones
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    scale_init: Initializer = nn.initializers.ones
     recipe: Recipe = DEFAULT
 
     @nn.compact
@@ -106,10 +108,10 @@ class Fp8LayerNorm(nn.Module):
 
     epsilon: float = 1e-6
     use_bias: bool = True
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    scale_init: Any = nn.initializers.ones
-    bias_init: Any = nn.initializers.zeros
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    scale_init: Initializer = nn.initializers.ones
+    bias_init: Initializer = nn.initializers.zeros
     recipe: Recipe = DEFAULT
 
     @nn.compact

@@ -5,7 +5,6 @@ import fnmatch
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import optax
 
@@ -120,7 +119,7 @@ class Structure:
             )
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> object:
     """Convert lists to tuples, recursively."""
     return tuple(map(_hashable, value)) if isinstance(value, tuple | list) else value
 

@@ -23,7 +23,7 @@ from optax_lowmem._src.arrays.hyperparameters import (
     following,
     is_zero,
 )
-from optax_lowmem._src.arrays.typing import Arrays, Scalar, ScalarOrSchedule
+from optax_lowmem._src.arrays.typing import Arrays, PyTree, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optim.optimizers.adam import AdamRule, adam_moments
 from optax_lowmem._src.optim.optimizers.newton_schulz import (
     PRECONDITIONINGS,
@@ -45,11 +45,11 @@ class FlashMuonState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
-    mu: Any  # int8 codes of the parameter's shape, or f32
-    mu_scale: Any  # shape[:-1] + (groups,), or 0-d
-    nu: Any  # uint8 codes, or f32; 0-d for matrices, which have none
-    nu_scale: Any
-    correction: Any  # int8 or int16 beside 16-bit weights, or 0-d
+    mu: PyTree  # int8 codes of the parameter's shape, or f32
+    mu_scale: PyTree  # shape[:-1] + (groups,), or 0-d
+    nu: PyTree  # uint8 codes, or f32; 0-d for matrices, which have none
+    nu_scale: PyTree
+    correction: PyTree  # int8 or int16 beside 16-bit weights, or 0-d
 
 
 @dataclasses.dataclass(frozen=True)

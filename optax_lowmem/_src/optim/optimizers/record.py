@@ -55,7 +55,9 @@ class OptimizerRecord:
         short = name.removeprefix("flash_")
         return short if hasattr(optax, short) else name
 
-    def chosen(self, arguments: Mapping[str, Any], *constructors: Constructor) -> dict[str, Any]:
+    def chosen(
+        self, arguments: Mapping[str, object], *constructors: Constructor
+    ) -> dict[str, object]:
         """Return the arguments that all of these constructors accept (default: `make`)."""
         known = [inspect.signature(c).parameters for c in constructors or (self.make,)]
         return {k: v for k, v in arguments.items() if all(k in names for names in known)}

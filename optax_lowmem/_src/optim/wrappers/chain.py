@@ -191,7 +191,7 @@ def _run_links(
     state: optax.OptState,
     params: optax.Params,
     last: Callable[..., tuple[optax.Updates, optax.OptState]],
-    extra: Mapping[str, Any],
+    extra: Mapping[str, object],
 ) -> tuple[optax.Updates, optax.OptState]:
     """Run the links before the last on f32 gradients, then apply `last` to the last link.
 

@@ -188,7 +188,7 @@ class Compressor:
         """Return the compressed slots of an inner state, in order."""
         slots: dict[str, _Slot] = {}
 
-        def visit(node: optax.OptState, field: str, value: Any) -> PyTree:
+        def visit(node: optax.OptState, field: str, value: PyTree) -> PyTree:
             codec = self._codec_of(node, field)
             if codec is None:
                 return value
@@ -231,7 +231,7 @@ class Compressor:
                     )
         fields: dict[str, None] = {}  # those that may be slots
 
-        def visit(node: optax.OptState, field: str, value: Any) -> PyTree:
+        def visit(node: optax.OptState, field: str, value: PyTree) -> PyTree:
             leaves = jax.tree.leaves(value)
             if not leaves or any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves):
                 fields[field] = None

@@ -70,7 +70,7 @@ def inject_hyperparams(
     return make
 
 
-def _is_ours(factory: Any) -> bool:
+def _is_ours(factory: Callable[..., object]) -> bool:
     while isinstance(factory, functools.partial):
         factory = factory.func
     return getattr(factory, "__module__", "").startswith(f"{__name__.split('.')[0]}.")

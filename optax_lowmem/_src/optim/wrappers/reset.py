@@ -1,7 +1,5 @@
 """Reset moments to zero on request, for whole parameters or some of their elements."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ from optax_lowmem._src.optim.wrappers import slots
 from optax_lowmem._src.optim.wrappers.compressor import CompressedState
 
 
-def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
+def reset(state: optax.OptState, where: PyTree = True) -> optax.OptState:
     r"""Reset the moments of an optimizer state to zero where `where` is True.
 
     Use it for revived neurons, dead features of a sparse autoencoder, or replaced rows of a
@@ -81,7 +79,7 @@ def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
         for name in node.scales
     }
 
-    def visit(node: PyTree, field: str, value: Any) -> PyTree:
+    def visit(node: PyTree, field: str, value: PyTree) -> PyTree:
         if field == "scales" and _is_compressed(node):
             return {name: set_tree(tree, scales=True) for name, tree in value.items()}
         if field.endswith("_scale") and hasattr(node, field.removesuffix("_scale")):

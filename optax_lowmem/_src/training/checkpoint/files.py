@@ -6,12 +6,14 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from optax_lowmem._src.arrays.typing import Json, PyTree
 from optax_lowmem._src.training.checkpoint import checksums
 from optax_lowmem._src.training.checkpoint.description import array_differences, dtypes_and_shapes
 
@@ -31,7 +33,7 @@ _REMOVALS = 5  # attempts to remove a temporary folder, within a second
 PARAMS, STATE, DESCRIPTION = "params", "opt_state", "optax_lowmem"
 
 
-def orbax() -> Any:
+def orbax() -> ModuleType:
     """Import Orbax, an optional dependency; raise if Orbax or xxhash (checksums) is missing."""
     try:
         import orbax.checkpoint as ocp
@@ -53,12 +55,12 @@ def is_remote(path: StrPath) -> bool:
     return "://" in str(path)
 
 
-def absolute(path: StrPath) -> Any:
+def absolute(path: StrPath) -> StrPath:
     """Return the absolute path, which Orbax needs; URLs are returned unmodified."""
     return path if is_remote(path) else os.path.abspath(path)
 
 
-def description(manager: Manager, step: int) -> Mapping[str, Any]:
+def description(manager: Manager, step: int) -> Json:
     """Read the description of a step's format."""
     if DESCRIPTION in _item_metadata(manager, step):
         return read(manager, step, {DESCRIPTION: orbax().args.JsonRestore()})[DESCRIPTION]
@@ -69,7 +71,7 @@ def description(manager: Manager, step: int) -> Mapping[str, Any]:
     )
 
 
-def _item_metadata(manager: Manager, step: int) -> Any:
+def _item_metadata(manager: Manager, step: int) -> Mapping[str, object]:
     """Return Orbax's metadata of each item of a step, by name."""
     with _explaining_errors(manager, step, (PARAMS, STATE, DESCRIPTION)):
         return manager.item_metadata(step)
@@ -85,7 +87,7 @@ def verify_checksums(manager: Manager, step: int) -> bool:
     return all((item / checksums.NAME).exists() for item in items)
 
 
-def folders(manager: Manager) -> dict[int, Any]:
+def folders(manager: Manager) -> dict[int, "epath.Path"]:
     """Return the folder of each step, complete or not, for any naming scheme of the manager."""
     if not manager.directory.exists():
         return {}
@@ -175,7 +177,7 @@ def check_arrays(manager: Manager, step: int, expected: Mapping[str, object]) ->
             raise ValueError(f"step {step} in {manager.directory}: {problem}")
 
 
-def read(manager: Manager, step: int, items: Mapping[str, object]) -> dict[str, Any]:
+def read(manager: Manager, step: int, items: Mapping[str, object]) -> dict[str, PyTree]:
     """Read items of a step, given their `ocp.args` by name."""
     with _explaining_errors(manager, step, items):
         result = manager.restore(step, args=orbax().args.Composite(**items))
@@ -239,7 +241,7 @@ def _handlers(**options: object) -> Any:
 
 
 @contextlib.contextmanager
-def open_manager(path: StrPath, largest: int = 0, **options: object) -> Iterator[Any]:
+def open_manager(path: StrPath, largest: int = 0, **options: object) -> Iterator[Manager]:
     """Open a `CheckpointManager` with these handlers.
 
     Shards that are compressed and written at the same time have at most 2 GB in each process. The

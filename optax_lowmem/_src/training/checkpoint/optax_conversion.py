@@ -330,7 +330,7 @@ def _map_moments(
     seen: list[str] = []
     other: list[str] = []
 
-    def visit(node: optax.OptState, field: str, value: Any) -> PyTree:
+    def visit(node: optax.OptState, field: str, value: PyTree) -> PyTree:
         name = f"{type(node).__name__}.{field}"
         if name in slots:
             seen.append(name)
@@ -492,7 +492,7 @@ def map_coded_slots(
     """Replace the quantized slots of `inner` by function(slot, key of its scales, value)."""
     seen: dict[str, None] = {}
 
-    def visit(node: optax.OptState, field: str, value: Any) -> PyTree:
+    def visit(node: optax.OptState, field: str, value: PyTree) -> PyTree:
         name = scale_name(field, seen)
         if name not in state.scales:
             return value

@@ -65,7 +65,7 @@ def unpacked(restored: object, target: object) -> PyTree:
 
 # ---- shardings of the restored parameters and state ----------------------------------------------
 
-Shardings = Any  # a Sharding, or a tree of them, a prefix of the state's
+Shardings = PyTree  # a Sharding, or a tree of them, a prefix of the state's
 
 
 def targets(
@@ -179,7 +179,7 @@ def args(
 
 def save(
     path: StrPath,
-    tx: Any,
+    tx: object,
     params: PyTree = None,
     state: optax.OptState = None,
     step: int | None = None,
@@ -255,7 +255,7 @@ def _shard_bytes(x: PyTree) -> int:
     return math.prod(shape) * int(x.dtype.itemsize)
 
 
-def _save(path: StrPath, step: int, keep: int | None, items: Any, largest: int) -> None:
+def _save(path: StrPath, step: int, keep: int | None, items: PyTree, largest: int) -> None:
     with open_manager(path, largest, enable_async_checkpointing=False) as manager:
         complete = files.steps(manager)
         if step in complete:
@@ -304,7 +304,7 @@ def latest_step(path: StrPath) -> int | None:
 
 def restore(
     path: StrPath,
-    tx: Any,
+    tx: object,
     params_like: PyTree = None,
     *,
     step: int | None = None,

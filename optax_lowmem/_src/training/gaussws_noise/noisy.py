@@ -34,7 +34,7 @@ class GaussWSState(NamedTuple):
     seed: jax.Array  # shape=(), dtype=jnp.uint32
     clean: PyTree  # weights of sampled leaves, without noise; 0-d for other leaves
     bits: PyTree  # b_i, f32, per 32 x 32 block; 0-d for other leaves
-    scale: Any  # max |w| 2^(1 - b_t) of the current noise; 0 before the first noise
+    scale: PyTree  # max |w| 2^(1 - b_t) of the current noise; 0 before the first noise
     bits_range: jax.Array  # f32 (b_init, b_target)
     bits_state: PyTree
     inner_state: PyTree
