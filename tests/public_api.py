@@ -20,7 +20,6 @@ MODULES = (
     "checkpoint",
     "codecs",
     "diagnostics",
-    "diagnostics.spikes",
     "flax",
     "gaussws",
     "gaussws.parts",

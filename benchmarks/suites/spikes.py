@@ -35,7 +35,7 @@ from benchmarks.claims.stable_adamw import (
 )
 from benchmarks.style import BLUE, GREY, VERMILION, headline, plt
 from optax_lowmem import diagnostics
-from optax_lowmem.diagnostics.spikes import IGNORE, RMS_THRESHOLD
+from optax_lowmem._src.training.diagnostics.spikes import IGNORE, RMS_THRESHOLD
 
 CURVES = records.RESULTS / "spikes.npz"
 EMBEDDING, MIDDLE = "patch", "block1/qkv"  # the layer that predicts spikes, and the control

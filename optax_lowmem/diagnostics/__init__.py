@@ -16,7 +16,6 @@ from optax_lowmem._src.training.diagnostics.spikes import (
     predicted,
     rms_spikes,
 )
-from optax_lowmem.diagnostics import spikes as spikes
 
 __all__ = [
     "CodeShares",

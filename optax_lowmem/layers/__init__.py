@@ -14,7 +14,6 @@ from optax_lowmem._src.layers.noise.nnx import GaussWSLinear, renew_noise
 from optax_lowmem._src.layers.switchback.convert import convert
 from optax_lowmem._src.layers.switchback.dot_general import (
     switchback_dot_general,
-    switchback_einsum,
 )
 from optax_lowmem._src.layers.switchback.linen import SwitchBackDense
 from optax_lowmem._src.layers.switchback.nnx import LayerScale, SwitchBackLinear
@@ -38,5 +37,4 @@ __all__ = [
     "linear_cross_entropy",
     "renew_noise",
     "switchback_dot_general",
-    "switchback_einsum",
 ]

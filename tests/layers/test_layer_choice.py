@@ -131,8 +131,7 @@ def test_tpus_take_standard_products(monkeypatch):
 def test_layers_take_it(on_hopper):
     of_linen = layers.SwitchBackDense(8, implementation="auto")
     of_nnx = layers.SwitchBackLinear(8, 8, implementation="auto", rngs=nnx.Rngs(0))
-    einsum = layers.switchback_einsum(implementation="auto")
-    for dot_general in (of_linen.dot_general, of_nnx.dot_general, einsum.dot_general):
+    for dot_general in (of_linen.dot_general, of_nnx.dot_general):
         assert dot_general == auto() != layers.switchback_dot_general()
         assert not dot_general.choose(*SMALL).quantized
     assert of_linen.clone(implementation="quantized").dot_general.choose(*SMALL).quantized

@@ -1,7 +1,5 @@
 """SwitchBackDense, SwitchBackLinear, LayerScale, and products injected into Flax's own layers."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -10,7 +8,7 @@ import pytest
 
 from tests import tolerances as tol
 from tests.contract_cases import assert_same
-from tests.tiers import in_turn, rows
+from tests.tiers import in_turn
 
 pytest.importorskip("flax")
 
@@ -170,66 +168,6 @@ def test_attention():
         for how in (dict(qkv_dot_general=dot_general, out_dot_general=dot_general), {})
     )
     assert close(mine(X), theirs(X))
-
-
-# ---- einsum --------------------------------------------------------------------------------------
-EINSUMS = [
-    ("bsd,df->bsf", (8, 3)), ("...d,df->...f", (8, 3)), ("bsd,dnh->bnsh", (8, 2, 3)),
-    ("bsd,sdf->bf", (5, 8, 3)), ("bsd,bdf->bsf", (4, 8, 3)), ("bsd,bdf->fbs", (4, 8, 3)),
-    ("b s d, f d -> s f b", (3, 8)), ("bsd,ed->bes", (3, 8)), ("...d,...df->...f", (5, 8, 3)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("subscripts,shape", rows(EINSUMS, EINSUMS[2::3]))
-def test_einsum(subscripts, shape):
-    w = jax.random.normal(KEY, shape)
-    found, exact, want = (
-        jax.jit(functools.partial(op, subscripts))(X, w)
-        for op in (layers.switchback_einsum(), layers.switchback_einsum("standard"), jnp.einsum)
-    )
-    assert found.shape == want.shape and close(found, want)
-    np.testing.assert_allclose(exact, want, rtol=64 * tol.F32_EPS, atol=64 * tol.F32_EPS)
-
-
-def test_einsum_is_its_product():
-    """The first operand is the activation, of a scale a row, wherever its letters are."""
-    w = jax.random.normal(KEY, (8, 3))
-    x = X[0] * jnp.exp2(jnp.arange(5.0) * 6).reshape(5, 1)
-    product = layers.switchback_dot_general()(x, w, FLAT)
-    einsum = layers.switchback_einsum()
-    np.testing.assert_array_equal(einsum("sd,df->sf", x, w), product)
-    np.testing.assert_array_equal(einsum("ds,fd->fs", x.T, w.T), product.T)
-    assert einsum == layers.switchback_einsum() != layers.switchback_einsum(format="fp8")
-    y = einsum("sd,df->sf", *(a.astype(jnp.bfloat16) for a in (x, w)), preferred_element_type="f4")
-    assert y.dtype == jnp.float32
-    layer, theirs = (
-        nnx.Einsum("bsd,dnh->bsnh", (8, 2, 3), (2, 3), **how, rngs=nnx.Rngs(0))
-        for how in (dict(einsum_op=einsum), {})
-    )
-    assert close(layer(X), theirs(X))
-
-
-@pytest.mark.parametrize(
-    "subscripts,message",
-    [
-        ("bsd,df", "form"),
-        ("bsd->bs", "form"),
-        ("bsd,df,fg->bsg", "form"),
-        ("bsd,df->bf", "summed over in one operand alone"),
-        ("bsd,dfg->bsf", "summed over in one operand alone"),
-        ("bss,sf->bf", "twice in an operand"),
-        ("...d,df->f", "summed over in one operand alone"),
-        ("bsd,df->bsz", "result"),
-        ("bsd,df->bsff", "result"),
-        ("bd,df->bf", "rank 3"),
-        ("bsdx...,df->bf", "rank 3"),
-    ],
-)
-def test_einsums_that_are_no_product(subscripts, message):
-    w = jnp.ones((8, 3) if "dfg" not in subscripts else (8, 3, 2))
-    with pytest.raises(ValueError, match=message) as found:
-        layers.switchback_einsum()(subscripts, X, w)
-    assert subscripts.split(",")[0].split("->")[0] in str(found.value)
 
 
 # ---- LayerScale ----------------------------------------------------------------------------------

@@ -53,10 +53,9 @@ LAYERS = {
             x, w, jnp.arange(x.shape[0]) % 48, reduction="sum", chunk_tokens=5, products="fp8"
         ), W,
     ),
-    "einsum": (lambda x, w: layers.switchback_einsum()("ab,bc->ac", x, w), W),
 } | {name: (product(name), W) for name in ("switchback", "switchback_m", "llm_int8", "tensorwise")}  # fmt: skip  # noqa: E501
 
-SIMILAR = ("linear, maximum given", "einsum", "switchback_m", "llm_int8", "tensorwise")
+SIMILAR = ("linear, maximum given", "switchback_m", "llm_int8", "tensorwise")
 
 
 @pytest.mark.parametrize("name", rows(LAYERS, [name for name in LAYERS if name not in SIMILAR]))

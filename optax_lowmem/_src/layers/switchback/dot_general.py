@@ -1,9 +1,8 @@
-"""Quantized products in the form of a `dot_general` and of an einsum."""
+"""Quantized products in the form of a `dot_general`."""
 
 import dataclasses
 import functools
 import math
-import string
 from collections.abc import Callable, Sequence
 
 import jax
@@ -55,9 +54,9 @@ def switchback_dot_general(
 
     Returns:
       A function to pass as `dot_general=` of `nn.Dense`, `nn.DenseGeneral`, `nnx.Linear`,
-      `nnx.LinearGeneral`, as `qkv_dot_general=` and `out_dot_general=` of attention (for
-      `nnx.Einsum`: `switchback_einsum`). The right operand is the weight. Batch axes (in both
-      operands) have separate scales for each of their products.
+      `nnx.LinearGeneral`, as `qkv_dot_general=` and `out_dot_general=` of attention. The
+      right operand is the weight. Batch axes (in both operands) have separate scales for each of
+      their products.
 
     Raises:
       ValueError: for another variant, format, scaling or implementation; in a product, for int8
@@ -192,101 +191,3 @@ def _as_matrices(
 
 def _others(x: jax.Array, axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis in range(x.ndim) if axis not in axes)
-
-
-def switchback_einsum(
-    variant: str = "switchback",
-    format: str = "int8",
-    *,
-    scaling: str = "format",
-    implementation: str = "quantized",
-) -> "Einsum":
-    """Return an einsum of an activation and a weight, in this order, that runs in 8 bits.
-
-    (`jnp.einsum(..., _dot_general=...)` may exchange the operands, and a weight would get the
-    scales of an activation.)
-
-    Args:
-      variant: as in `switchback_dot_general`, which has the mathematics and its limits.
-      format: as in `switchback_dot_general`.
-      scaling: as in `switchback_dot_general`.
-      implementation: as in `switchback_dot_general`.
-
-    Returns:
-      (subscripts, activation, weight, precision=, preferred_element_type=) -> array, also for
-      `nnx.Einsum(einsum_op=...)`.
-
-    Raises:
-      ValueError: in a call, for subscripts that are not a single product: not two operands, a
-        letter twice in an operand, or a sum over a letter of only one operand.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from optax_lowmem import layers
-      >>> einsum = layers.switchback_einsum()
-      >>> einsum("...d,dnh->...nh", jnp.ones((2, 5, 8)), jnp.ones((8, 4, 3))).shape
-      (2, 5, 4, 3)
-    """
-    how = {"scaling": scaling, "implementation": implementation}
-    return Einsum(switchback_dot_general(variant, format, **how))
-
-
-@dataclasses.dataclass(frozen=True)
-class Einsum:
-    """An einsum that compares by the settings of its `dot_general`."""
-
-    dot_general: DotGeneral
-
-    def __call__(
-        self,
-        subscripts: str,
-        x: jax.Array,
-        w: jax.Array,
-        *,
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-        **more: object,
-    ) -> jax.Array:
-        """Compute the einsum of `x` and the weight `w`."""
-        left, right, out = _terms(subscripts, x.ndim, w.ndim)
-        if len(set(out)) < len(out) or not set(out) <= {*left, *right}:
-            raise ValueError(
-                f"'{subscripts}': a letter of the result occurs twice in it, or in no operand"
-            )
-        batch = [c for c in left if c in right and c in out]
-        summed = [c for c in left if c in right and c not in out]
-        for term in (left, right):
-            alone = set(term) - set(out) - set(summed)
-            if alone or len(set(term)) < len(term):
-                raise ValueError(
-                    f"'{subscripts}' is not a single product: a letter may not be twice in an "
-                    "operand, nor be summed over in one operand alone."
-                )
-        numbers = tuple(
-            tuple(tuple(term.index(c) for c in letters) for term in (left, right))
-            for letters in (summed, batch)
-        )
-        y = self.dot_general(
-            x, w, numbers, precision=precision, preferred_element_type=preferred_element_type,
-            **more,
-        )  # fmt: skip
-        order = [*batch, *(c for c in left + right if c not in batch and c not in summed)]
-        return y.transpose([order.index(c) for c in out])
-
-
-def _terms(subscripts: str, *ranks: int) -> tuple[str, ...]:
-    """Return the letters of both operands and of the result, with ellipses replaced by letters."""
-    inputs, arrow, out = subscripts.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    if not arrow or len(terms) != 2:
-        raise ValueError(f"'{subscripts}' does not have the form 'xy,yz->xz'")
-    spare = [c for c in string.ascii_letters if c not in subscripts]
-    written = [len(term.replace("...", "")) for term in terms]
-    wide = max(rank - count for rank, count in zip(ranks, written, strict=True))
-    dots = "".join(spare[:wide])
-    for i, (term, rank, count) in enumerate(zip(terms, ranks, written, strict=True)):
-        hidden = rank - count
-        if hidden < 0 or (hidden and "..." not in term):
-            raise ValueError(f"'{term}' in '{subscripts}' does not fit an array of rank {rank}")
-        terms[i] = term.replace("...", dots[wide - hidden :])
-    return terms[0], terms[1], out.replace("...", dots)
