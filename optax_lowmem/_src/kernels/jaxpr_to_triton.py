@@ -24,19 +24,11 @@ Jaxpr: TypeAlias = jex.core.ClosedJaxpr
 Equation: TypeAlias = jex.core.JaxprEqn
 
 _TYPES = {
-    "float32": "tl.float32",
-    "float16": "tl.float16",
-    "bfloat16": "tl.uint16",
-    "float8_e4m3fn": "tl.uint8",
-    "float8_e5m2": "tl.uint8",
-    "int8": "tl.int8",
-    "uint8": "tl.uint8",
-    "int16": "tl.int16",
-    "uint16": "tl.uint16",
-    "int32": "tl.int32",
-    "uint32": "tl.uint32",
-    "bool": "tl.int1",
-}
+    "float32": "tl.float32", "float16": "tl.float16", "bfloat16": "tl.uint16",
+    "float8_e4m3fn": "tl.uint8", "float8_e5m2": "tl.uint8", "int8": "tl.int8",
+    "uint8": "tl.uint8", "int16": "tl.int16", "uint16": "tl.uint16", "int32": "tl.int32",
+    "uint32": "tl.uint32", "bool": "tl.int1",
+}  # fmt: skip
 _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _HELD_AS_BITS = ("bfloat16", *_FP8)
 
@@ -56,40 +48,19 @@ APPROXIMATIONS = gpu_kernel.approximations(_approximation)
 # ---- expressions ---------------------------------------------------------------------------------
 
 _INFIX = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "eq": "==",
-    "ne": "!=",
-    "shift_left": "<<",
-    "shift_right_arithmetic": ">>",
-    "and": "&",
-    "or": "|",
+    "add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==",
+    "ne": "!=", "shift_left": "<<", "shift_right_arithmetic": ">>", "and": "&", "or": "|",
     "xor": "^",
-}
+}  # fmt: skip
 # exp, log and sin are CUDA's, as with Pallas, so that both backends give equal results; Triton's
 # exponentials are approximations.
 _CALLS = {
-    "abs": "tl.abs",
-    "sqrt": "tl.sqrt",
-    "rsqrt": "tl.rsqrt",
-    "floor": "tl.floor",
-    "ceil": "tl.ceil",
-    "exp": "libdevice.exp",
-    "exp2": "libdevice.exp2",
-    "expm1": "libdevice.expm1",
-    "log1p": "libdevice.log1p",
-    "log": "libdevice.log",
-    "sin": "libdevice.sin",
-    "cos": "libdevice.cos",
-    "tanh": "libdevice.tanh",
-    "erf": "libdevice.erf",
-    "erfc": "libdevice.erfc",
-}
+    "abs": "tl.abs", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt", "floor": "tl.floor",
+    "ceil": "tl.ceil", "exp": "libdevice.exp", "exp2": "libdevice.exp2",
+    "expm1": "libdevice.expm1", "log1p": "libdevice.log1p", "log": "libdevice.log",
+    "sin": "libdevice.sin", "cos": "libdevice.cos", "tanh": "libdevice.tanh",
+    "erf": "libdevice.erf", "erfc": "libdevice.erfc",
+}  # fmt: skip
 _REDUCTIONS = {"reduce_max": "tl.max", "reduce_min": "tl.min", "reduce_sum": "tl.sum"}
 _SHAPES = ("broadcast_in_dim", "reshape", "expand_dims", "squeeze")
 _UNCHANGED = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "reshard")
@@ -186,10 +157,6 @@ class Operation:
             return f"({x} > 0).to({self.type}) - ({x} < 0).to({self.type})"
         return f"tl.where({x} > 0, 1.0, tl.where({x} < 0, -1.0, {x}))"
 
-    def power(self) -> str:
-        """Return x^y for a small positive integer y."""
-        return " * ".join([self.operands[0]] * self.params["y"])
-
     def reduce(self) -> str:
         """Return a reduction over axes, the last one first."""
         (result,) = self.operands
@@ -268,7 +235,7 @@ FORMS: dict[str, Callable[[Operation], str]] = {
     "rem": lambda op: " % ".join(op.operands),
     "sign": Operation.sign,
     "square": lambda op: "{0} * {0}".format(*op.operands),
-    "integer_pow": Operation.power,
+    "integer_pow": lambda op: " * ".join([op.operands[0]] * op.params["y"]),
     "is_finite": lambda op: f'tl.abs({op.operands[0]}) < float("inf")',
     "transpose": Operation.transpose,
     "logistic": Operation.logistic,
