@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays.groups import MAX_ELEMENTS
@@ -65,18 +65,16 @@ def explicit_axes_reason(x: object) -> str | None:
 # ---- TPUs ----------------------------------------------------------------------------------------
 
 
-def target(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> str | None:
+def target(x: object = None) -> str | None:
     """Return the platform that the traced computation is compiled for, such as `tpu`, if known.
 
-    It is the platform of the given mesh, else of the array's mesh (of its NamedSharding, on Auto
-    axes too), else of the mesh of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`, else of
-    `jax.default_device`. Single-device shardings, and `in_shardings` of a jit alone, are not
-    visible while JAX traces. The tracing machine is ignored: it need not run the computation.
+    It is the platform of the array's mesh (of its NamedSharding, on Auto axes too), else of the
+    mesh of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`, else of `jax.default_device`.
+    Single-device shardings, and `in_shardings` of a jit alone, are not visible while JAX traces.
+    The tracing machine is ignored: it need not run the computation.
     """
-    result = [mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh] if mesh is not None else []
-    if isinstance(x, jax.Array):
-        result.append(jax.typeof(x).sharding.mesh)
-    for one in (*result, jax.sharding.get_abstract_mesh()):
+    of_array = [jax.typeof(x).sharding.mesh] if isinstance(x, jax.Array) else []
+    for one in (*of_array, jax.sharding.get_abstract_mesh()):
         if one.abstract_device is not None:
             # all that JAX 0.9 knows is the kind: "cpu", "tpu v5 lite"
             kind = one.abstract_device.device_kind.lower().split()[0]
@@ -100,12 +98,12 @@ def targeting(x: jax.Array) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-def may_be_tpu(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> bool:
+def may_be_tpu(x: object = None) -> bool:
     """Return whether a TPU may run the traced computation, by its `target` or else this host.
 
     If the target is unknown, the caller leaves the choice to `jax.lax.platform_dependent`.
     """
-    return (target(x, mesh) or jax.default_backend()) == "tpu"
+    return (target(x) or jax.default_backend()) == "tpu"
 
 
 def not_tpu_reason(x: object = None) -> str:
