@@ -148,7 +148,7 @@ def by_reference(name, bits, dtype, rounding):
             found.append(update_leaf(rule, plan, leaf, h_leaf, key))
             of_blocks.append(own_shared)
         count, states = state.count + 1, [own for _, own in found]
-        return found, engine.pack(count, plans, states, of_blocks, params, state)
+        return found, engine.pack(count, plans, states, of_blocks, state)
 
     def step(grads, state, params):
         found, state = run(packed, params, grads, state)

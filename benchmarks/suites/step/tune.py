@@ -66,8 +66,9 @@ def main() -> None:
         best = min(times, key=times.__getitem__)
         source = f"the tuner on {'/'.join(case)}, commit {records.commit()}"
         engine = in_jax.ours(optimizer, "tiny").engine
-        slots = engine.rule.elementwise_slots, engine.storage.group_size
-        device[tuning.key(args.kernel, *slots)] = {**tuning.entry(best), "source": source}
+        slots = sum(not slot.blockwise for slot in engine.rule.slots)
+        key = tuning.key(args.kernel, slots, engine.storage.group_size)
+        device[key] = {**tuning.entry(best), "source": source}
     if args.write:
         text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
         args.write.write_text(text, encoding="utf-8")

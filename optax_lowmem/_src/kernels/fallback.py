@@ -98,10 +98,10 @@ def on_one_device(
 
 
 def _flattened(plain: Callable[..., PyTree], treedef: Structure, types: Any) -> _Flat:
-    """Return a fallback that takes and returns flat arrays, and checks the types of its results."""
+    """Return a fallback as a function of all operands, which checks the types of its results."""
 
-    def flat(*leaves: PyTree) -> list[jax.Array]:
-        result = plain(*jax.tree.unflatten(treedef, leaves))
+    def flat(*operands: PyTree) -> list[jax.Array]:
+        result = plain(*jax.tree.unflatten(treedef, operands[: treedef.num_leaves]))
         _check(jax.tree.map(jax.typeof, result), types)
         return jax.tree.leaves(result)
 
@@ -137,18 +137,13 @@ def _of_jaxpr(jaxpr: Any, count: int) -> _Flat:
     return run
 
 
-def _of_fallback(several: _Flat, count: int) -> _Flat:
-    """Return a fallback as a function of all operands."""
-    return lambda *operands: several(*operands[:count])
-
-
 def _impl(
     *operands: PyTree, kernel: Any, several: _Flat, count: int, **_: object
 ) -> list[jax.Array]:
     """Run the kernel outside of jit; the fallback if the arrays are on several devices."""
     if kernel is not None and _on_one_device(operands):
         return _of_jaxpr(kernel, count)(*operands)
-    return several(*operands[:count])
+    return several(*operands)
 
 
 def _lower(
@@ -160,7 +155,7 @@ def _lower(
     count: int,
     types: tuple[Any, ...],
 ) -> PyTree:
-    function = _of_fallback(several, count)
+    function = several
     if kernel is not None and _is_for_one_device(ctx.module_context.axis_context):
         function = _of_jaxpr(kernel, count)
     elif partition is not None and partitioned.can_lower(ctx.module_context):
@@ -186,12 +181,12 @@ def _batched(
     **_: object,
 ) -> tuple[list[jax.Array], list[int]]:
     axes = tuple(axes)
-    plain = jax.vmap(several, in_axes=axes[:count])
+    plain = jax.vmap(several, in_axes=axes)
     if kernel is None:
         result = plain(*operands)
     else:
         function = jax.vmap(_of_jaxpr(kernel, count), in_axes=axes)
-        result = on_one_device(function, _of_fallback(plain, count), *operands)
+        result = on_one_device(function, plain, *operands)
     return result, [0] * len(result)
 
 

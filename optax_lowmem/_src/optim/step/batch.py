@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from optax_lowmem._src.arrays.groups import result_like
 from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK
@@ -119,3 +120,42 @@ class LeafBatch:
     def nameless(self) -> "LeafBatch":
         """The batch without parameter names, so that equal leaves share a compiled step."""
         return dataclasses.replace(self, plans=tuple(plan.nameless for plan in self.plans))
+
+
+# ---- the operands and results of a kernel --------------------------------------------------------
+
+
+def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
+    """Return the dtype of `Result.update`, the weight's if the plan writes it."""
+    if p is None:
+        return plan.update_dtype
+    return p.dtype if plan.returns_params or plan.writes_weight else plan.update_dtype
+
+
+def output(plan: LeafPlan, viewed: Leaf) -> Any:
+    """Return the shapes and dtypes of a kernel's results for the views of a leaf."""
+    update: Any = result_like(viewed.g, dtype=update_dtype(plan, viewed.p))
+    return Result(update, jax.tree.map(result_like, viewed.state))
+
+
+def aliases(
+    plan: LeafPlan, inputs: Sequence[Leaf], outputs: Sequence[Result], first: int
+) -> dict[int, int]:
+    """Return `input_output_aliases` for the state, and for the weight if plans `returns_params`."""
+    numbered: list[Any] = []
+    for arrays, start in ((inputs, first), (outputs, 0)):
+        leaves, structure = jax.tree.flatten(list(arrays))
+        numbered.append(jax.tree.unflatten(structure, range(start, start + len(leaves))))
+    results: dict[int, int] = {}
+    for leaf, result in zip(*numbered, strict=True):
+        pairs = zip(jax.tree.leaves(leaf.state), jax.tree.leaves(result.state), strict=True)
+        results.update(pairs)
+        if plan.returns_params:
+            results[leaf.p] = result.update
+    return results
+
+
+def restored(plan: LeafPlan, leaf: Leaf, result: Result) -> Result:
+    """Reshape the results of a kernel to the shapes of their leaf."""
+    state = jax.tree.map(lambda new, old: new.reshape(old.shape), result.state, leaf.state)
+    return Result(result.update.reshape(plan.shape), state)

@@ -131,7 +131,7 @@ class Engine(StateFormat, LeafPlanner):
         if not self.weights and self.storage.update_dtype != "float32":
             results = trees.as_given(results, gradients)
         results = jax.tree.unflatten(jax.tree.structure(like), results)
-        return results, self.pack(count, plans, states, blockwise, like, state)
+        return results, self.pack(count, plans, states, blockwise, state)
 
     def _stand_in(self, updates: optax.Updates, state: optax.OptState, h: Arrays) -> Any:
         """Return substitutes for missing parameters: f32 arrays whose values are not used.

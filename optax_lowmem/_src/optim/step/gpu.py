@@ -23,19 +23,19 @@ from optax_lowmem._src.kernels import gpu_kernel, jaxpr_to_triton, platform, til
 from optax_lowmem._src.kernels.fallback import on_one_device, with_fallback
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
 from optax_lowmem._src.optim.step import reference, tuning, xla
-from optax_lowmem._src.optim.step.batch import Leaf, LeafBatch, LeafState, Result
-from optax_lowmem._src.optim.step.on_mesh import StepPartition
-from optax_lowmem._src.optim.step.operands import (
-    AnyHyperparameters,
+from optax_lowmem._src.optim.step.batch import (
+    Leaf,
+    LeafBatch,
+    LeafState,
+    Result,
     aliases,
     output,
     restored,
-    step_tile,
     update_dtype,
-    views,
 )
+from optax_lowmem._src.optim.step.on_mesh import StepPartition
 from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.rule import UpdateRule
+from optax_lowmem._src.optim.step.rule import AnyHyperparameters, UpdateRule
 from optax_lowmem._src.optim.step.scopes import scope
 
 _MAX_LANES = 1 << 16  # of generated Triton
@@ -96,7 +96,7 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     )
     seeds = like(jnp.uint32, shape[0], 1), like(jnp.uint32, shape[1])
     with numerics.kernel_arithmetic(jaxpr_to_triton.APPROXIMATIONS):
-        step = functools.partial(step_tile, rule, plan, h=AnyHyperparameters())
+        step = functools.partial(reference.step_tile, rule, plan, h=AnyHyperparameters())
         return jaxpr_to_triton.missing(jax.make_jaxpr(step)(leaf, seeds=seeds))
 
 
@@ -104,7 +104,7 @@ def step(
     backend: str, rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None
 ) -> list[Result]:
     """Step parameters that a backend supports, in as few launches as `tuned` allows."""
-    cut = tuning.resolve(tuned, backend, rule.elementwise_slots, batch.plans[0].group_size)
+    cut = tuning.resolve(tuned, backend, len(batch.plans[0].slots), batch.plans[0].group_size)
     results: dict[int, Result] = {}
     for together in group_leaves(batch, cut):
         result = _step_launch(rule, backend, batch.take(together), cut.tile)
@@ -174,7 +174,8 @@ def _in_order(
 
 def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Result]:
     """Step the parameters of one launch: by the kernel, or by XLA where it cannot run."""
-    plans, paths = batch.nameless.plans, [plan.path for plan in batch.plans]
+    paths = [plan.path for plan in batch.plans]
+    plans = tuple(plan.nameless for plan in batch.plans)
     leaves = [batch.leaf(i) for i in range(len(batch.plans))]
     names, numbers = tuple(sorted(batch.h(0))), batch.numbers
     # one row per leaf only if hyperparameters differ between leaves
@@ -290,9 +291,9 @@ def _step_tile(
     seeds: random.Seeds | None,
 ) -> Result:
     if approximations is None:
-        return step_tile(rule, plan, leaf, h, seeds)
+        return reference.step_tile(rule, plan, leaf, h, seeds)
     with numerics.kernel_arithmetic(approximations):
-        return step_tile(rule, plan, leaf, h, seeds)
+        return reference.step_tile(rule, plan, leaf, h, seeds)
 
 
 def _load(plan: LeafPlan, place: tiles.Place, of_slots: Sequence[tiles.Place], leaf: Any) -> Leaf:
@@ -374,6 +375,15 @@ def launch(
             for i, result in zip(indices, stepped, strict=True):
                 results[i] = restored(plans[i], leaves[i], result)
     return [results[i] for i in range(len(plans))]
+
+
+def views(plan: LeafPlan, tiling: Tiling, leaf: Leaf) -> Leaf:
+    """Reshape the arrays of a leaf to the views that its kernel reads."""
+    g, p, correction = jax.tree.map(tiling.element_view, (leaf.g, leaf.p, leaf.state.correction))
+    pairs = zip(plan.slots, leaf.state.slots, strict=True)
+    slots = tuple(tiling.of_bytes(slot.codes_per_byte).element_view(x) for slot, x in pairs)
+    scales, of_block = jax.tree.map(tiling.scale_view, (leaf.state.scales, leaf.of_block))
+    return Leaf(g, p, LeafState(slots, scales, correction), of_block)
 
 
 def _tilings(plans: Sequence[LeafPlan], elements: int, backend: str) -> tuple[Tiling, ...]:

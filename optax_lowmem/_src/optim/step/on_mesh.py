@@ -175,17 +175,17 @@ class StepPartition(Partition):
         """Cut each leaf, and give each part the key of its place in the leaf."""
         del wanted, count  # results are cut as the arrays that they replace
         shards = [Shards.replicated(len(shape)) for shape in self._shapes]
-        of_leaves = []
+        leaf_shards = []
         for plan, owners, deciding in zip(self._plans, self._owners, self._deciding, strict=True):
             whole = [given[j] for j in deciding if self._shapes[j] == plan.shape]
-            of_leaves.append(_finest(plan, whole))
+            leaf_shards.append(_finest(plan, whole))
             for j in owners:
-                shards[j] = _like(of_leaves[-1], self._shapes[j])
+                shards[j] = _like(leaf_shards[-1], self._shapes[j])
 
         def work(*arrays: jax.Array) -> list[jax.Array]:
             leaves, scalars, keys = jax.tree.unflatten(self._treedef, arrays)
             whole = [keys[number] for number in self._numbers]
-            plans, own = zip(*map(_of_shard, self._plans, of_leaves, whole), strict=True)
+            plans, own = zip(*map(_of_shard, self._plans, leaf_shards, whole), strict=True)
             result = self._step(plans, tuple(range(len(own))), leaves, scalars, jnp.stack(own))
             return jax.tree.leaves(result)
 

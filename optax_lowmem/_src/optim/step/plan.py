@@ -197,8 +197,10 @@ def rounds_weights(storage: Storage) -> bool:
     return storage.master_weight_bits is None and storage.master_rounding == "stochastic"
 
 
-def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:
-    """Return `split_for` of a leaf, and record why; raises for fp16 weights to be rounded."""
+def choose_split(
+    storage: Storage, path: str, dtype: jnp.dtype
+) -> tuple[MasterSplit | None, context.Decision]:
+    """Return `split_for` of a leaf, and why; raises for fp16 weights to be rounded."""
     split = split_for(storage, dtype)
     rounds = rounds_weights(storage) and dtype != jnp.float32
     if rounds and dtype != jnp.bfloat16:
@@ -217,8 +219,7 @@ def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit |
     else:
         reason = "master_weight_bits is None: steps under half an ulp of the weight are lost"
     form, stochastic = (split.name, split.stochastic) if split else (None, rounds)
-    context.record(context.Decision(path, "correction", form, reason, stochastic=stochastic))
-    return split
+    return split, context.Decision(path, "correction", form, reason, stochastic=stochastic)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -238,9 +239,10 @@ class LeafPlanner:
     matrices: MatrixAxes | None = None
 
     def plans(self, params: Any, state: Any = None, returns_params: bool = False) -> list[LeafPlan]:
-        """Return the plan of each leaf, and record the decisions.
+        """Return the plan of each leaf.
 
-        In a `shard_map` the parameters are this device's shards; the state is None before `init`.
+        In a `shard_map` the parameters are this device's shards. The state is None in `init`, for
+        which the decisions are recorded.
         """
         storage, leaves = self.storage, trees.named_leaves(params)
         if not leaves:  # also for the placeholder of optax.tree.map_params, which fits no mask
@@ -272,13 +274,21 @@ class LeafPlanner:
             rule = self.rule.for_leaf(matrices)
             if isinstance(rule, MatrixRule) and matrices is not None:
                 block = rule.block(matrices)
-            slots = {
+            decided = {
                 slot: self._plan_slot(
                     slot, of_role[path], path in masked_out, path in tables, block,
                     None if state is None else (path, slot.name) in coded,
                 )
                 for slot in rule.slots
             }  # fmt: skip
+            slots = {slot: plan for slot, (plan, _) in decided.items()}
+            decisions = [decision for _, decision in decided.values()]
+            split = None
+            if self.weights:
+                split, decision = choose_split(storage, path, dtype)
+                decisions.append(decision)
+            for decision in decisions if state is None else ():
+                context.record(decision)
             in_dtype = self.weights and storage.update_dtype == "param"
             plans.append(
                 LeafPlan(
@@ -287,7 +297,7 @@ class LeafPlanner:
                     dtype=dtype,
                     group_size=storage.group_size,
                     slots=tuple(plan for slot, plan in slots.items() if not slot.blockwise),
-                    split=choose_split(storage, path, dtype) if self.weights else None,
+                    split=split,
                     update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
                     decays=decay or (self.matrices is not None and path not in axes),
                     returns_params=returns_params,
@@ -308,7 +318,7 @@ class LeafPlanner:
         in_table: bool,
         block: Block | None,
         stored: bool | None,
-    ) -> SlotPlan:
+    ) -> tuple[SlotPlan, context.Decision]:
         storage, name, leaf = self.storage, slot.name, role.leaf
         assert storage.group_size is not None
         codec = getattr(storage, name) if slot.compressed else None
@@ -322,8 +332,7 @@ class LeafPlanner:
         dtype = kept.dtype if kept else jnp.dtype(self.slot_dtypes.get(name) or jnp.float32)
         if slot.blockwise and block is not None:
             decision = describe_block(decision, block, configured=codec is not None)
-        context.record(decision)
-        return SlotPlan(name, kept, dtype, decision.stochastic)
+        return SlotPlan(name, kept, dtype, decision.stochastic), decision
 
 
 def describe_block(

@@ -17,7 +17,7 @@ from jax import lax
 from optax_lowmem._src.arrays import groups, numerics, random
 from optax_lowmem._src.arrays.codecs import BitSplit, GroupCodec, MasterSplit, UlpSplit
 from optax_lowmem._src.arrays.typing import Arrays
-from optax_lowmem._src.optim.step.batch import Leaf, LeafState, Result
+from optax_lowmem._src.optim.step.batch import Leaf, LeafState, Result, update_dtype
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK, UpdateRule
 
@@ -336,3 +336,23 @@ def fused_update(
     if leaf.p is not None:
         step, correction = move(plan, leaf.p, step, correction, random_bits)
     return Result(emit(plan, leaf.p, step), LeafState(slots, scales, correction))
+
+
+def step_tile(
+    rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Arrays, seeds: random.Seeds | None
+) -> Result:
+    """Step one tile [groups, lanes], one group per row: decode, rule, split, encode.
+
+    `plan` may be that of any leaf in the launch, since they differ only in shape, which is unused.
+    """
+    lanes = leaf.g.shape[-1]
+    layout, correction = TileLayout(lanes, lanes), leaf.state.correction
+    moved, values = advance(rule, plan, leaf, h, layout)
+    if leaf.p is not None:
+        # the weight even if the step returns updates: XLA fuses the update with its consumer
+        random_bits = master_bits(plan, seeds, layout)
+        moved, correction = move(plan, leaf.p, moved, correction, random_bits)
+    # encode last, when the weight's registers are free: encoding needs the most registers
+    slots, scales = encode_slots(plan, values, seeds, layout)
+    update = moved.astype(update_dtype(plan, leaf.p))
+    return Result(update, LeafState(slots, scales, correction))

@@ -2,9 +2,11 @@
 
 import abc
 import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from optax_lowmem._src.arrays.block import Block
 from optax_lowmem._src.arrays.typing import Arrays
@@ -36,11 +38,6 @@ class UpdateRule(abc.ABC):
     @abc.abstractmethod
     def slots(self) -> tuple[Slot, ...]:
         """The slots of the rule, in the order of its state's fields."""
-
-    @property
-    def elementwise_slots(self) -> int:
-        """Return the number of slots with one value per element."""
-        return sum(not slot.blockwise for slot in self.slots)
 
     @property
     @abc.abstractmethod
@@ -119,3 +116,19 @@ class MatrixRule(UpdateRule):
 
         `before` is the direction that `update` returned, `direction` the result of `of_matrices`.
         """
+
+
+class AnyHyperparameters(Mapping[str, jax.Array]):
+    """A mapping that contains every name, so that a traced step includes all its branches."""
+
+    def __getitem__(self, name: str) -> jax.Array:
+        return jnp.float32(0.5)
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0

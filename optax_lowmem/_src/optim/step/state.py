@@ -84,7 +84,6 @@ class StateFormat:
         plans: list[LeafPlan],
         states: list[LeafState],
         blockwise: list[LeafState],
-        params: optax.Params,
         before: optax.OptState,
     ) -> Any:
         """Return the state after a step, which replaces arrays of the state before.
@@ -96,7 +95,11 @@ class StateFormat:
         for i, row in enumerate(map(to_row, plans, states, blockwise)):
             for name, x in row.items():
                 columns[name][i] = x
-        return self.of_columns(count, before.seed, columns, params, before)
+        trees = {
+            name: jax.tree.unflatten(jax.tree.structure(getattr(before, name)), arrays)
+            for name, arrays in columns.items()
+        }
+        return before._replace(count=count, **trees)
 
     def fields(self) -> list[str]:
         """Return the names of the state's fields that have one array per parameter."""

@@ -44,7 +44,8 @@ class _Splitter:
             )
         corrections = []
         for path, leaf in trees.named_leaves(params):
-            split = choose_split(self.storage, path, jnp.dtype(leaf.dtype))
+            split, decision = choose_split(self.storage, path, jnp.dtype(leaf.dtype))
+            context.record(decision)
             none = jnp.zeros((), jnp.int8)
             corrections.append(initial_correction(split, path, leaf) if split else none)
         correction = array_metadata.like(params, corrections)

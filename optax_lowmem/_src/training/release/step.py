@@ -270,7 +270,7 @@ def train_step(
             run = Step(plans, update, (jax.tree.leaves(params), states, blockwise), each)
             loss = passes.backward(run)
             weights, states, blockwise = map(list, zip(*run.leaves, strict=True))
-            new = engine.pack(update.count, plans.whole, states, blockwise, params, inner)
+            new = engine.pack(update.count, plans.whole, states, blockwise, inner)
             treedef: Any = jax.tree.structure(params)
             return loss, treedef.unflatten(weights), optimizer.outer(state, new)
 

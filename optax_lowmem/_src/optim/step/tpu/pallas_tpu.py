@@ -23,17 +23,18 @@ from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.optim.step import reference, tuning, xla
-from optax_lowmem._src.optim.step.batch import Leaf, LeafBatch, LeafState, Result
-from optax_lowmem._src.optim.step.operands import (
-    AnyHyperparameters,
+from optax_lowmem._src.optim.step.batch import (
+    Leaf,
+    LeafBatch,
+    LeafState,
+    Result,
     aliases,
     output,
     restored,
-    step_tile,
     update_dtype,
 )
 from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.rule import UpdateRule
+from optax_lowmem._src.optim.step.rule import AnyHyperparameters, UpdateRule
 from optax_lowmem._src.optim.step.scopes import scope
 from optax_lowmem._src.optim.step.tpu import lanes
 from optax_lowmem._src.optim.step.tpu import pallas_tpu_views as views
@@ -98,7 +99,7 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     def step(leaf: Leaf, seeds: Any) -> Result:
         given = seeds if plan.noisy else None
         with numerics.kernel_arithmetic(ARITHMETIC):
-            return step_tile(rule, plan, leaf, AnyHyperparameters(), given)
+            return reference.step_tile(rule, plan, leaf, AnyHyperparameters(), given)
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a mesh would add reshards
         traced = jax.make_jaxpr(step)(leaf, bits)
@@ -183,7 +184,7 @@ def launch(
 def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> list[Result]:
     """Step each parameter in a separate launch, which costs almost nothing on a TPU."""
     group_size = batch.plans[0].group_size
-    elements = tuning.resolve(tuned, NAME, rule.elementwise_slots, group_size).tile.elements
+    elements = tuning.resolve(tuned, NAME, len(batch.plans[0].slots), group_size).tile.elements
     # computed once for all parameters
     row_keys, lane_keys = random.row_and_lane_keys(batch.keys, rank=1)
     lane_seeds = register_seeds(lane_keys, group_size)
