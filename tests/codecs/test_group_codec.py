@@ -13,7 +13,13 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.arrays.groups import Tile, Tiling
-from optax_lowmem._src.kernels import gpu_pallas, group_codec, group_codec_kernel, platform, tiles
+from optax_lowmem._src.kernels import (
+    gpu_kernel,
+    gpu_pallas,
+    group_codec,
+    group_codec_kernel,
+    platform,
+)
 from tests import launch_cases
 from tests import tolerances as tol
 from tests.launch_cases import units
@@ -189,7 +195,7 @@ def test_a_partial_tile_is_masked(shape, partial, monkeypatch):
     assert masks and all((mask is not None) == partial for mask in masks)
     if partial:
         tiling = Tiling(shape, 32, SMALL.elements)
-        last = tiles.Place.of(tiling, jnp.int32(tiling.tiles - 1)).row_mask
+        last = gpu_kernel.Place.of(tiling, jnp.int32(tiling.tiles - 1)).row_mask
         assert last.tolist() == [True, False]
 
 

@@ -21,7 +21,7 @@ from optax_lowmem import codecs
 from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.block import Block
 from optax_lowmem._src.arrays.groups import Tile, Tiling
-from optax_lowmem._src.kernels import tiles
+from optax_lowmem._src.kernels import gpu_kernel
 from optax_lowmem._src.kernels.gpu_kernel import Range
 from optax_lowmem._src.optim.optimizers.adam import AdamRule
 from optax_lowmem._src.optim.step import backend, reference, tuning
@@ -637,7 +637,7 @@ TILINGS = [
 def test_every_element_belongs_to_one_tile(tiling):
     shape, found, scales = tiling.element_view(jnp.zeros(tiling.shape)).shape, [], []
     for i in range(tiling.tiles):
-        place = tiles.Place.of(tiling, jnp.int32(i))
+        place = gpu_kernel.Place.of(tiling, jnp.int32(i))
         index, mask = place.elements
         index = [run.indices() for run in index]
         index = np.meshgrid(*index, indexing="ij") if tiling.flat else index

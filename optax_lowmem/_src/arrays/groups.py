@@ -137,7 +137,3 @@ class Tiling:
     def element_view(self, x: jax.Array) -> jax.Array:
         """Reshape the array as the kernel indexes it, without moving data."""
         return x.reshape((-1, self.lanes) if self.flat else -1)
-
-    def scale_view(self, scales: jax.Array) -> jax.Array:
-        """Flatten scales, or block-wise values, as the kernel indexes them."""
-        return scales.reshape(-1)

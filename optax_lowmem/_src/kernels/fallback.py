@@ -7,6 +7,7 @@ program is for is known where JAX lowers it, and not where JAX traces it.
 # https://github.com/jax-ml/jax/issues/19748 (Pallas)
 # https://github.com/jax-ml/jax-triton/issues/163
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,14 +128,10 @@ _kernel = jex.core.Primitive("kernel")
 _kernel.multiple_results = True
 
 
-def _of_jaxpr(jaxpr: Any, count: int) -> _Flat:
-    """Return a kernel's jaxpr as a function of all operands."""
-
-    def run(*operands: jax.Array) -> list[jax.Array]:
-        closed = jex.core.ClosedJaxpr(jaxpr, list(operands[count:]))
-        return list(jex.core.jaxpr_as_fun(closed)(*operands[:count]))
-
-    return run
+def _run(jaxpr: Any, count: int, *operands: jax.Array) -> list[jax.Array]:
+    """Run a kernel's jaxpr on all operands."""
+    closed = jex.core.ClosedJaxpr(jaxpr, list(operands[count:]))
+    return list(jex.core.jaxpr_as_fun(closed)(*operands[:count]))
 
 
 def _impl(
@@ -142,7 +139,7 @@ def _impl(
 ) -> list[jax.Array]:
     """Run the kernel outside of jit; the fallback if the arrays are on several devices."""
     if kernel is not None and _on_one_device(operands):
-        return _of_jaxpr(kernel, count)(*operands)
+        return _run(kernel, count, *operands)
     return several(*operands)
 
 
@@ -157,7 +154,7 @@ def _lower(
 ) -> PyTree:
     function = several
     if kernel is not None and _is_for_one_device(ctx.module_context.axis_context):
-        function = _of_jaxpr(kernel, count)
+        function = functools.partial(_run, kernel, count)
     elif partition is not None and partitioned.can_lower(ctx.module_context):
         inner = ctx.replace(avals_in=ctx.avals_in[:count])
         return partitioned.lower(inner, operands[:count], partition, kernel)
@@ -185,7 +182,7 @@ def _batched(
     if kernel is None:
         result = plain(*operands)
     else:
-        function = jax.vmap(_of_jaxpr(kernel, count), in_axes=axes)
+        function = jax.vmap(functools.partial(_run, kernel, count), in_axes=axes)
         result = on_one_device(function, plain, *operands)
     return result, [0] * len(result)
 

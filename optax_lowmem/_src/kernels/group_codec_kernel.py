@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.codecs import GroupCodec, decode_array
 from optax_lowmem._src.arrays.groups import Tile, Tiling, result_like
-from optax_lowmem._src.kernels import gpu_kernel, gpu_triton, group_codec, tiles
+from optax_lowmem._src.kernels import gpu_kernel, gpu_triton, group_codec
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
 
 _MOST_WARPS = 32  # per program
@@ -24,15 +24,15 @@ def _encode_tile(
 ) -> None:
     x_at, *key_at, codes_at, scales_at = arrays
     tile = program.index()
-    place = tiles.Place.of(tiling, tile)
+    place = gpu_kernel.Place.of(tiling, tile)
     # lanes and groups of padding are 0, so they cannot raise the maximum of a real group
     x = numerics.widen(place.load(x_at))
     uniforms = None
     if key_at:
-        seeds = tiles.seeds(tiling, tile, key_at[0].load(0))
+        seeds = gpu_kernel.seeds(tiling, tile, key_at[0].load(0))
         uniforms = random.slot_uniforms(*seeds, tiling.lanes, slot)
     codes, scales = codec.encode(x, uniforms)
-    tiles.Place.of(tiling, tile, codec.codes_per_byte).store(codes_at, codec.pack(codes))
+    gpu_kernel.Place.of(tiling, tile, codec.codes_per_byte).store(codes_at, codec.pack(codes))
     place.store_scales(scales_at, scales)
 
 
@@ -45,7 +45,9 @@ def _decode_tile(
     x_at: Operand,
 ) -> None:
     tile = program.index()
-    place, of_codes = (tiles.Place.of(tiling, tile, each) for each in (1, codec.codes_per_byte))
+    place, of_codes = (
+        gpu_kernel.Place.of(tiling, tile, each) for each in (1, codec.codes_per_byte)
+    )
     codes = codec.unpack(of_codes.load(codes_at), tiling.lanes)
     place.store(x_at, codec.decode(codes, place.load_scales(scales_at)))
 
@@ -113,6 +115,6 @@ def decode(
     viewed = tiling.of_bytes(codec.codes_per_byte).element_view(codes)
     out_shape = result_like(values, jax.eval_shape(tiling.element_view, values).shape)
     body = functools.partial(_decode_tile, codec, tiling)
-    operands, how = [viewed, tiling.scale_view(scales)], _launch_options(tiling, tile, backend)
+    operands, how = [viewed, scales.reshape(-1)], _launch_options(tiling, tile, backend)
     (x,) = gpu_kernel.launch(body, operands, [out_shape], name="group_decode", **how)
     return x.reshape(values.shape)

@@ -4,8 +4,8 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from optax_lowmem._src.arrays.roles.leaves import BIASES, ModuleLeaf, words
 from optax_lowmem._src.arrays.roles.roles import (
+    BIASES,
     EMBEDDING,
     FUSED,
     HEAD,
@@ -13,8 +13,10 @@ from optax_lowmem._src.arrays.roles.roles import (
     OUT,
     QUERY,
     VALUE,
+    ModuleLeaf,
     is_embedding,
     is_norm,
+    words,
 )
 from optax_lowmem._src.arrays.typing import Shaped
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from optax_lowmem._src.arrays import groups, numerics
 from optax_lowmem._src.arrays.groups import Tile, Tiling, next_power_of_two, result_like
-from optax_lowmem._src.kernels import gpu_kernel, tiles
+from optax_lowmem._src.kernels import gpu_kernel
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
 from optax_lowmem._src.layers import quantized_matmul as matmul
 from optax_lowmem._src.layers.fp8_flow import kernels
@@ -105,7 +105,7 @@ def _gate_body(
     activation: str, exact: bool, tiling: Tiling, inputs: int, program: Program, *arrays: Operand
 ) -> None:
     tile = program.index()
-    place = tiles.Place.of(tiling, tile)
+    place = gpu_kernel.Place.of(tiling, tile)
     values, stored_at = [], arrays[inputs:-1]
     for i in range(inputs):
         x = numerics.widen(place.load(arrays[i]))
@@ -178,7 +178,7 @@ def _load(x: Operand, row: jax.Array, column: jax.Array, like: Operand) -> jax.A
         row, column = (
             index if size > 1 else one for index, size in zip((row, column), x.shape, strict=True)
         )
-    place, there = tiles.part(x, row, column)
+    place, there = gpu_kernel.part(x, row, column)
     return x.load(*place, mask=there)
 
 
@@ -200,10 +200,10 @@ def _transpose_body(
         absmax_at, codes_at, scale_at, *rest = rest
         absmax = absmax_at.load(0)
         codes = matmul.codes_of(codes, absmax, to)
-        place, there = tiles.part(codes_at, row, column)
+        place, there = gpu_kernel.part(codes_at, row, column)
         codes_at.store(*place, values=codes, mask=there)
         store_scale(program, scale_at, absmax, to)
-    place, there = tiles.part(rest[0], column, row)
+    place, there = gpu_kernel.part(rest[0], column, row)
     rest[0].store(*place, values=codes.T, mask=there)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.arrays.groups import next_power_of_two, result_like
-from optax_lowmem._src.kernels import gpu_kernel, tiles
+from optax_lowmem._src.kernels import gpu_kernel
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program, Range
 from optax_lowmem._src.layers.quantized_matmul import plain
 from optax_lowmem._src.layers.quantized_matmul.plain import Format, Quantized
@@ -26,10 +26,10 @@ def _rows_body(
     """Quantize some rows, each with its scale."""
     row = program.index() * rows + lax.iota(jnp.int32, rows)
     lane = lax.iota(jnp.int32, next_power_of_two(x_at.shape[1]))
-    part, there = tiles.part(x_at, row, lane)
+    part, there = gpu_kernel.part(x_at, row, lane)
     codes, scales = plain.quantize_plain(x_at.load(*part, mask=there), 1, to)
     codes_at.store(*part, values=codes, mask=there)
-    part, there = tiles.part(scales_at, row)
+    part, there = gpu_kernel.part(scales_at, row)
     scales_at.store(*part, values=scales.reshape(rows), mask=there)
 
 
@@ -73,10 +73,10 @@ def _transposed_body(
 ) -> None:
     lanes = lax.iota(jnp.int32, _TRANSPOSED_TILE)
     row, column = (program.index(axis) * _TRANSPOSED_TILE + lanes for axis in (0, 1))
-    part, there = tiles.part(x_at, row, column)
+    part, there = gpu_kernel.part(x_at, row, column)
     absmax = absmax_at.load(0)
     codes = plain.codes_of(x_at.load(*part, mask=there), absmax, to, clip)
-    part, there = tiles.part(codes_at, column, row)
+    part, there = gpu_kernel.part(codes_at, column, row)
     codes_at.store(*part, values=codes.T, mask=there)
     store_scale(program, scale_at, absmax, to)
 

@@ -3,26 +3,24 @@
 import math
 
 from optax_lowmem._src.arrays.block import Block
-from optax_lowmem._src.arrays.roles.leaves import (
+from optax_lowmem._src.arrays.roles.roles import (
+    HEAD,
+    OUT,
+    QUERY,
     Heads,
     Leaves,
     ModuleLeaf,
     because,
     beside,
     layer_block,
-    out_first,
-    output_axis,
-    whole,
-    width_of,
-)
-from optax_lowmem._src.arrays.roles.roles import (
-    HEAD,
-    OUT,
-    QUERY,
     most_axes,
+    out_first,
     output_axes,
+    output_axis,
     role_of,
     splits_heads,
+    whole,
+    width_of,
 )
 
 # ---- query and key of an attention: one block per head -------------------------------------------

@@ -11,8 +11,14 @@ import optax
 from optax_lowmem._src.arrays import patterns, trees
 from optax_lowmem._src.arrays.block import Block, is_int
 from optax_lowmem._src.arrays.hyperparameters import check_choice
-from optax_lowmem._src.arrays.roles.leaves import Heads, Leaves, ModuleLeaf, leaves_of, whole
-from optax_lowmem._src.arrays.roles.roles import is_embedding
+from optax_lowmem._src.arrays.roles.roles import (
+    Heads,
+    Leaves,
+    ModuleLeaf,
+    is_embedding,
+    leaves_of,
+    whole,
+)
 from optax_lowmem._src.optim.blocks.kinds import classify
 
 Rule = tuple[str, Block | Sequence[int] | str]

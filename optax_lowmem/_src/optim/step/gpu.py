@@ -19,9 +19,9 @@ from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.block import Block, product
 from optax_lowmem._src.arrays.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.arrays.typing import Arrays
-from optax_lowmem._src.kernels import gpu_kernel, jaxpr_to_triton, platform, tiles
+from optax_lowmem._src.kernels import gpu_kernel, jaxpr_to_triton, platform
 from optax_lowmem._src.kernels.fallback import on_one_device, with_fallback
-from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
+from optax_lowmem._src.kernels.gpu_kernel import Operand, Place, Program
 from optax_lowmem._src.optim.step import reference, tuning, xla
 from optax_lowmem._src.optim.step.batch import (
     Leaf,
@@ -249,15 +249,15 @@ def _step_program(
     """Step a tile of one of several leaves, with operands in place of their arrays."""
     position, per_leaf, plan = program.index(), scalars.shape[0] > 1, plans[0].shapeless
     starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
-    packed = [slot.codec.codes_per_byte if slot.codec else 1 for slot in plan.slots]
+    packed = [slot.codes_per_byte for slot in plan.slots]
 
     def choose(i: int, shared: Sequence[int]) -> Any:
         tiling, tile = tilings[i], position - jnp.int32(starts[i])
         alike = [tilings[j] for j in shared]
-        places = {each: tiles.Place.of(tiling, tile, each, alike) for each in {1, *packed}}
+        places = {each: Place.of(tiling, tile, each, alike) for each in {1, *packed}}
         of_slots = [places[each] for each in packed]
-        of_block = [tiles.block_numbers(tiling, part, tile) for part in _parts(plans[i])]
-        counters = tiles.counters(tiling, tile) if plan.noisy else None
+        of_block = [gpu_kernel.block_numbers(tiling, part, tile) for part in _parts(plans[i])]
+        counters = gpu_kernel.counters(tiling, tile) if plan.noisy else None
         return i, places[1], of_slots, of_block, counters, leaves[i], results[i]
 
     def run(chosen: Any) -> None:
@@ -296,7 +296,7 @@ def _step_tile(
         return reference.step_tile(rule, plan, leaf, h, seeds)
 
 
-def _load(plan: LeafPlan, place: tiles.Place, of_slots: Sequence[tiles.Place], leaf: Any) -> Leaf:
+def _load(plan: LeafPlan, place: Place, of_slots: Sequence[Place], leaf: Any) -> Leaf:
     """Load a tile of a leaf, without `of_block`; lanes and groups out of bounds are zero.
 
     `of_slots` are the tile's places in the arrays of the slots.
@@ -311,7 +311,7 @@ def _load(plan: LeafPlan, place: tiles.Place, of_slots: Sequence[tiles.Place], l
     return Leaf(g, p, LeafState(slots, tuple(map(place.load_scales, state.scales)), correction))
 
 
-def _store(place: tiles.Place, of_slots: Sequence[tiles.Place], into: Any, result: Result) -> None:
+def _store(place: Place, of_slots: Sequence[Place], into: Any, result: Result) -> None:
     state = result.state
     for scales, values in zip(into.state.scales, state.scales, strict=True):
         place.store_scales(scales, values)
@@ -382,22 +382,22 @@ def views(plan: LeafPlan, tiling: Tiling, leaf: Leaf) -> Leaf:
     g, p, correction = jax.tree.map(tiling.element_view, (leaf.g, leaf.p, leaf.state.correction))
     pairs = zip(plan.slots, leaf.state.slots, strict=True)
     slots = tuple(tiling.of_bytes(slot.codes_per_byte).element_view(x) for slot, x in pairs)
-    scales, of_block = jax.tree.map(tiling.scale_view, (leaf.state.scales, leaf.of_block))
+    scales, of_block = jax.tree.map(lambda x: x.reshape(-1), (leaf.state.scales, leaf.of_block))
     return Leaf(g, p, LeafState(slots, scales, correction), of_block)
 
 
 def _tilings(plans: Sequence[LeafPlan], elements: int, backend: str) -> tuple[Tiling, ...]:
     """Return the tilings of the leaves of a launch, with at most this many elements per tile."""
     if backend == "triton":
-        form = tiles.Form.of([Tiling(plans[0].shape, plans[0].group_size, elements)])
+        form = gpu_kernel.Form.of([Tiling(plans[0].shape, plans[0].group_size, elements)])
         # without vector loads, neighbours go to different threads; each thread then handles many
         # groups, whose offsets take registers
-        elements = elements if form.flat or form.alignment == tiles.VECTOR else elements // 2
+        elements = elements if form.flat or form.alignment == gpu_kernel.VECTOR else elements // 2
     return tuple(Tiling(plan.shape, plan.group_size, elements) for plan in plans)
 
 
-def _code_of(plan: LeafPlan, tile: Tile) -> tuple[tiles.Form, tuple[bool, ...]]:
+def _code_of(plan: LeafPlan, tile: Tile) -> tuple[gpu_kernel.Form, tuple[bool, ...]]:
     """Return a key that is equal for leaves which can share generated Triton code."""
     tiling = Tiling(plan.shape, plan.group_size, tile.elements)
-    within = tuple(tiles.within_groups(tiling, part) for part in _parts(plan))
-    return tiles.Form.of([tiling])._replace(masked=True), within
+    within = tuple(gpu_kernel.within_groups(tiling, part) for part in _parts(plan))
+    return gpu_kernel.Form.of([tiling])._replace(masked=True), within

@@ -325,7 +325,7 @@ class LeafPlanner:
         refused = f"storage.{name} is None" if codec is None else None
         stochastic = {"stochastic": True, "nu": name == "nu", "embeddings": in_table}
         decision = decide_slot(
-            leaf.path, leaf.shape, role.shape, name, codec, storage.group_size,
+            leaf.path, leaf.shape, leaf.inner_shape, name, codec, storage.group_size,
             stochastic.get(storage.rounding, False), storage.policy, masked_out, stored, refused,
         )  # fmt: skip
         kept = decision.codec
