@@ -9,9 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from optax_lowmem._src.arrays import varying
 from optax_lowmem._src.arrays.typing import PyTree, Tree
 
 
@@ -66,14 +64,6 @@ MAX_ELEMENTS = 2**31 - 1  # offsets are 32-bit integers
 def next_power_of_two(number: int) -> int:
     """Return the least power of two >= `number`, which must be positive."""
     return 1 << (number - 1).bit_length()
-
-
-def result_like(
-    x: PyTree, shape: tuple[int, ...] | None = None, dtype: DTypeLike | None = None
-) -> jax.ShapeDtypeStruct:
-    """Return the type of a kernel's result, which varies over mesh axes as operand `x` does."""
-    shape, dtype = x.shape if shape is None else shape, x.dtype if dtype is None else dtype
-    return jax.ShapeDtypeStruct(shape, dtype, **varying.kind_of(x))
 
 
 @dataclasses.dataclass(frozen=True)

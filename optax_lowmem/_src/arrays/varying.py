@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays.typing import PyTree
 
@@ -19,6 +20,14 @@ def kind_of(x: PyTree) -> dict[str, Any]:
     """Return `jax.ShapeDtypeStruct` arguments for a result that varies over a mesh as `x` does."""
     kind = getattr(x, _KIND, None)  # set if `x` is a `jax.ShapeDtypeStruct`
     return {_KIND: getattr(jax.typeof(x), _KIND) if kind is None else kind}
+
+
+def result_like(
+    x: PyTree, shape: tuple[int, ...] | None = None, dtype: DTypeLike | None = None
+) -> jax.ShapeDtypeStruct:
+    """Return the type of a kernel's result, which varies over mesh axes as operand `x` does."""
+    shape, dtype = x.shape if shape is None else shape, x.dtype if dtype is None else dtype
+    return jax.ShapeDtypeStruct(shape, dtype, **kind_of(x))
 
 
 def axes_of(*trees: object) -> frozenset[str]:

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from optax_lowmem._src.arrays import numerics
-from optax_lowmem._src.arrays.groups import result_like
 from optax_lowmem._src.arrays.typing import Shaped, T
+from optax_lowmem._src.arrays.varying import result_like
 from optax_lowmem._src.kernels import jax_triton_call, jaxpr_to_triton, platform
 from optax_lowmem._src.kernels.gpu_kernel import Body, Index, Operand, Program, Range, bisect
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.codecs import GroupCodec, decode_array
-from optax_lowmem._src.arrays.groups import Tile, Tiling, result_like
+from optax_lowmem._src.arrays.groups import Tile, Tiling
+from optax_lowmem._src.arrays.varying import result_like
 from optax_lowmem._src.kernels import gpu_kernel, gpu_triton, group_codec
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
 

@@ -1,8 +1,8 @@
 """The role of each parameter: its kind, from its name, and the axes of one layer.
 
 Models stack layers: a bias of shape [layers, width] is no matrix, and a kernel of shape
-[layers, in, out] is a matrix per layer. The rank of a parameter shows neither. `ModuleLeaf` has what
-a path and its neighbours show: module, orientation and stacked axes.
+[layers, in, out] is a matrix per layer. The rank of a parameter shows neither. `ModuleLeaf` has
+what a path and its neighbours show: module, orientation and stacked axes.
 """
 
 import dataclasses

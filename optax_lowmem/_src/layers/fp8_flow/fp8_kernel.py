@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.arrays import groups, numerics
-from optax_lowmem._src.arrays.groups import Tile, Tiling, next_power_of_two, result_like
+from optax_lowmem._src.arrays.groups import Tile, Tiling, next_power_of_two
+from optax_lowmem._src.arrays.varying import result_like
 from optax_lowmem._src.kernels import gpu_kernel
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
 from optax_lowmem._src.layers import quantized_matmul as matmul

@@ -16,8 +16,8 @@ from jax import lax
 
 from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.codecs import split_of
-from optax_lowmem._src.arrays.groups import result_like
 from optax_lowmem._src.arrays.typing import PyTree
+from optax_lowmem._src.arrays.varying import result_like
 from optax_lowmem._src.kernels import gpu_kernel
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
 from optax_lowmem._src.layers.noise.distributions import EIGHT, Noise

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.arrays.groups import next_power_of_two, result_like
+from optax_lowmem._src.arrays.groups import next_power_of_two
+from optax_lowmem._src.arrays.varying import result_like
 from optax_lowmem._src.kernels import gpu_kernel
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program, Range
 from optax_lowmem._src.layers.quantized_matmul import plain

@@ -15,7 +15,8 @@ from jax import lax
 
 from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.arrays.block import Factors
-from optax_lowmem._src.arrays.groups import next_power_of_two, result_like
+from optax_lowmem._src.arrays.groups import next_power_of_two
+from optax_lowmem._src.arrays.varying import result_like
 from optax_lowmem._src.kernels import gpu_kernel
 from optax_lowmem._src.kernels.gpu_kernel import Index, Operand, Program, Range
 from optax_lowmem._src.optim.blocks.block_means import Columns, Sides

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.arrays.groups import result_like
 from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.arrays.varying import result_like
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK
 
