@@ -14,7 +14,7 @@ from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.groups import Tile, Tiling
 from optax_lowmem._src.optim.optimizers.lion import LionRule
 from optax_lowmem._src.optim.step import LeafPlan, reference
-from optax_lowmem._src.optim.step.batch import Leaf, LeafState, Result
+from optax_lowmem._src.optim.step.leaf import Leaf
 from optax_lowmem.codecs import StoredSlot, decode_array, encode_array
 from tests import tolerances
 
@@ -98,7 +98,8 @@ def make(
         moments = {"mu": normal(3e-4, plan.shape), "nu": normal(1e-3, plan.shape) ** 2}
         p, state = _stored(plan, w, moments)
         weight = p if engine.weights else None
-        leaves.append(Leaf(jnp.asarray(g.astype(gradient_dtype)), weight, state, of_block(plan, i)))
+        g = jnp.asarray(g.astype(gradient_dtype))
+        leaves.append(state._replace(g=g, p=weight, of_block=of_block(plan, i)))
     (rule,) = {engine.rule.for_leaf(plan.matrices) for plan in plans}  # of all leaves of a launch
     h = engine.rule.hyperparameters_of(plans[0].matrices, engine.hyperparameters(jnp.int32(100)))
     h = {**h} | {name: jnp.float32(value) for name, value in (more or {}).items()}
@@ -129,17 +130,18 @@ def _stored(plan: LeafPlan, w: jax.Array, moments: dict[str, jax.Array]) -> Any:
         for slot in plan.slots
     ]
     codes, scales = zip(*stored, strict=True) if stored else ((), ())
-    return p, LeafState(codes, tuple(x for x in scales if x is not None), correction)
+    scales = tuple(x for x in scales if x is not None)
+    return p, Leaf(slots=codes, scales=scales, correction=correction)
 
 
-def stored_slots(slots: Sequence[Any], state: LeafState) -> list[tuple[jax.Array, Any]]:
+def stored_slots(slots: Sequence[Any], state: Leaf) -> list[tuple[jax.Array, Any]]:
     """(values, scales) of each slot; without a codec the scales are None."""
     scales = iter(state.scales)
     rows = zip(slots, state.slots, strict=True)
     return [(values, next(scales) if slot.codec else None) for slot, values in rows]
 
 
-def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[Result]:
+def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[Leaf]:
     """Launch a kernel on a case and return its results; as in a step, leaves of a launch have
     groups of equal width."""
     names = tuple(sorted(case.h))  # not what blocks share, which is a leaf's
@@ -148,7 +150,7 @@ def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[Result]
     for i, plan in enumerate(case.plans):
         lanes = Tiling(plan.shape, plan.group_size, tile.elements).lanes
         widths.setdefault(lanes, []).append(i)
-    results: dict[int, Result] = {}
+    results: dict[int, Leaf] = {}
     for together in widths.values():
         launched = launcher(
             case.rule,
@@ -164,7 +166,7 @@ def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[Result]
     return [results[i] for i in range(len(case.plans))]
 
 
-def expected(case: Case) -> list[Result]:
+def expected(case: Case) -> list[Leaf]:
     """Compute the reference's update (or weight, where a plan returns new parameters) and state."""
 
     def every(leaves: Any, hs: Any, keys: Any) -> Any:
@@ -177,7 +179,7 @@ def expected(case: Case) -> list[Result]:
     return jax.jit(every)(case.leaves, case.of_leaves, case.keys)
 
 
-def compare(case: Case, found: list[Result], approximate: bool = False) -> None:
+def compare(case: Case, found: list[Leaf], approximate: bool = False) -> None:
     """Codes, scales, and where each weight lands, against the reference.
 
     Args:
@@ -186,22 +188,23 @@ def compare(case: Case, found: list[Result], approximate: bool = False) -> None:
       approximate: whether they went through a GPU's instructions for logarithms and powers, with
         which expanded moments are decoded.
     """
-    for i, (update, state) in enumerate(expected(case)):
+    for i, wanted in enumerate(expected(case)):
+        update = wanted.p
         plan, leaf, result = case.plans[i], case.leaves[i], found[i]
         any_sign = undecided(case, i)
         expanded = any(slot.codec and "expanded" in slot.codec.name for slot in plan.slots)
         loose = approximate and expanded
         step = tolerances.APPROXIMATE_STEP if loose else tolerances.REORDERED_STEP
-        _compare_state(plan, state, result.state)
+        _compare_state(plan, wanted, result)
         if plan.writes_weight and not plan.returns_params:
-            given = reference.update_towards(result.update, leaf.p, plan.update_dtype)
+            given = reference.update_towards(result.p, leaf.p, plan.update_dtype)
         else:
-            given = result.update
+            given = result.p
         assert (given.shape, given.dtype) == (update.shape, update.dtype)
         if not plan.returns_params and leaf.p is not None:  # -0.0 leaves even a -0.0 alone
             stays = (np.asarray(update) == 0) & (np.asarray(given) == 0) & ~any_sign
             assert np.signbit(np.asarray(given))[stays].all()
-        both = (update, state.correction), (given, result.state.correction)
+        both = (update, wanted.correction), (given, result.correction)
         _compare_weights(plan, leaf, any_sign, step, *both)
 
 
@@ -211,7 +214,7 @@ def undecided(case: Case, i: int) -> np.ndarray:
     if not isinstance(case.rule, LionRule):
         return np.zeros(plan.shape, bool)
     kept = np.float64(case.h["b1"]) * np.asarray(
-        reference.decode(plan, leaf.state, reference.whole(plan))["mu"]
+        reference.decode(plan, leaf, reference.whole(plan))["mu"]
     )
     new = np.float64(case.h["one_minus_b1"]) * np.asarray(numerics.widen(leaf.g))
     return np.abs(kept + new) < tolerances.LION_SIGN * np.abs(kept)
@@ -247,10 +250,8 @@ def check_landing(
     leaf = case.leaves[0]._replace(
         g=jnp.asarray(g),
         p=jnp.asarray(old.view(jnp.bfloat16)),
-        state=case.leaves[0].state._replace(
-            slots=(jnp.zeros(plan.shape, jnp.int8),),  # the momentum is then the gradient
-            correction=jnp.asarray(correction, plan.split.dtype),
-        ),
+        slots=(jnp.zeros(plan.shape, jnp.int8),),  # the momentum is then the gradient
+        correction=jnp.asarray(correction, plan.split.dtype),
     )
     (found,) = launch(dataclasses.replace(case, leaves=[leaf]), launcher, tile)
     random_bits = None
@@ -258,10 +259,10 @@ def check_landing(
         key = case.keys[case.numbers[0]]
         random_bits = random.leaf_bits(key, plan.shape, plan.group_size, reference.MASTER)
     landed = jax.jit(lambda *arrays: reference.move(plan, *arrays))
-    weight, kept = landed(leaf.p, leaf.g, leaf.state.correction, random_bits)
-    bits, bits2 = (np.asarray(x).view(np.uint16) for x in (found.update, weight))
+    weight, kept = landed(leaf.p, leaf.g, leaf.correction, random_bits)
+    bits, bits2 = (np.asarray(x).view(np.uint16) for x in (found.p, weight))
     np.testing.assert_array_equal(bits, bits2)
-    np.testing.assert_array_equal(found.state.correction, kept)
+    np.testing.assert_array_equal(found.correction, kept)
 
 
 def check_not_finite(
@@ -271,7 +272,7 @@ def check_not_finite(
     tx = OPTIMIZERS[optimizer](lowmem.Storage(policy=POLICY, group_size=width))
     case = make(tx, [(12, width)], gradient_dtype=jnp.float32)
     leaf, plan = case.leaves[0], case.plans[0]
-    g, slots = np.array(leaf.g), tuple(np.array(slot) for slot in leaf.state.slots)
+    g, slots = np.array(leaf.g), tuple(np.array(slot) for slot in leaf.slots)
     g[0, 3], g[1, 5], g[2, 7] = np.nan, np.inf, -np.inf
     g[3], g[4, ::2] = 0, 0
     g[5] *= 1e30
@@ -280,17 +281,17 @@ def check_not_finite(
     g[8, 1:] *= 1e-6
     for slot in slots:
         slot[[3, 7, 8]] = 0
-    state = leaf.state._replace(slots=tuple(map(jnp.asarray, slots)))
-    case = dataclasses.replace(case, leaves=[leaf._replace(g=jnp.asarray(g), state=state)])
+    leaf = leaf._replace(g=jnp.asarray(g), slots=tuple(map(jnp.asarray, slots)))
+    case = dataclasses.replace(case, leaves=[leaf])
     (found,) = launch(case, launcher, tile)
     compare(case, [found])
-    master = plan.split.join(found.update, found.state.correction)
+    master = plan.split.join(found.p, found.correction)
     assert numerics.to_bits(master[0, 3]) == numerics.NAN_BITS
     assert jnp.isfinite(master[3:5]).all()
     if optimizer == "adamw":  # no variance that is not 0 is stored as 0
-        assert (np.asarray(found.state.slots[1])[8] >= (g[8] != 0)).all()
+        assert (np.asarray(found.slots[1])[8] >= (g[8] != 0)).all()
     if optimizer != "sgd":  # whose decay goes into the momentum
-        assert (np.asarray(found.state.slots[0])[3] == 0).all()
+        assert (np.asarray(found.slots[0])[3] == 0).all()
 
 
 def _compare_weights(
@@ -298,7 +299,7 @@ def _compare_weights(
 ) -> None:
     """Within a unit of the last place, and what the step itself may be off by."""
     one, other = (_weight(plan, leaf, *result) for result in both)
-    old = 0.0 if leaf.p is None else _master(plan, leaf.p, leaf.state.correction)
+    old = 0.0 if leaf.p is None else _master(plan, leaf.p, leaf.correction)
     dtype = one.dtype if leaf.p is None else plan.dtype
     last = tolerances.reordered_master(plan.split and plan.split.bits, dtype, one)
     finite = np.isfinite(one)
@@ -390,7 +391,7 @@ def _codes_apart(plan: LeafPlan, codec: Any, *scales: Any) -> np.ndarray:
     return 1 + np.repeat(shift, plan.group_size, axis=-1)[..., : plan.shape[-1]]
 
 
-def _compare_state(plan: LeafPlan, one: LeafState, other: LeafState) -> None:
+def _compare_state(plan: LeafPlan, one: Leaf, other: Leaf) -> None:
     both = (stored_slots(plan.slots, state) for state in (one, other))
     for slot, form, *pair in zip(plan.slots, plan.storage, *both, strict=True):
         (values, _), (values2, _) = pair

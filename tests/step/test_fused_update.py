@@ -16,7 +16,7 @@ from optax_lowmem import codecs
 from optax_lowmem._src.arrays import random
 from optax_lowmem._src.optim.optimizers import every_record
 from optax_lowmem._src.optim.step import reference, xla
-from optax_lowmem._src.optim.step.batch import Leaf, LeafBatch
+from optax_lowmem._src.optim.step.leaf import LeafBatch
 from optax_lowmem._src.optim.step.prepare import prepare_leaves
 from tests import small_leaves, tolerances
 from tests.launch_cases import joined, same_scales, stored_slots, units
@@ -135,24 +135,22 @@ def by_reference(name, bits, dtype, rounding):
         found, of_blocks = [], []
         for plan, g, p, own, own_shared in zip(plans, *columns, strict=True):
             rule = engine.rule.for_leaf(plan.matrices)
-            h_leaf, leaf = engine.rule.hyperparameters_of(plan.matrices, h), Leaf(g, p, own)
+            h_leaf = engine.rule.hyperparameters_of(plan.matrices, h)
+            leaf = own._replace(g=g, p=p)
             if rule.prepares == "matrices":  # a step without weights is what they are made of
                 leaf = leaf._replace(p=None)
             elif rule.prepares is not None:
-                batch = LeafBatch.of(
-                    [plan], ([g], [p], [own]), h_leaf, key[None],
-                    blockwise=[own_shared], blockwise_keys=key[None],
-                )  # fmt: skip
+                shared_arrays = {"blockwise": [own_shared], "blockwise_keys": key[None]}
+                batch = LeafBatch.of([plan], [leaf], h_leaf, key[None], **shared_arrays)
                 batch, (own_shared,) = prepare_leaves(rule, batch)
-                h_leaf, leaf = batch.h(0), batch.leaf(0)
+                h_leaf, leaf = batch.h(0), batch.leaves[0]
             found.append(update_leaf(rule, plan, leaf, h_leaf, key))
             of_blocks.append(own_shared)
-        count, states = state.count + 1, [own for _, own in found]
-        return found, engine.pack(count, plans, states, of_blocks, state)
+        return found, engine.pack(state.count + 1, plans, found, of_blocks, state)
 
     def step(grads, state, params):
         found, state = run(packed, params, grads, state)
-        updates = dict(zip(params, (update for update, _ in found), strict=True))
+        updates = dict(zip(params, (leaf.p for leaf in found), strict=True))
         return optax.apply_updates(params, updates), state
 
     of_matrices = engine.rule.prepares == "matrices"  # whose updates a path does not make
@@ -204,11 +202,11 @@ def master(plan, p, update, correction):
 
 def compare(plan, p, one, other, step=LEARNING_RATE * tolerances.REORDERED_STEP):
     """Two results of one leaf: codes, scales, and where the weight lands."""
-    same_state(plan, one[1], other[1])
+    same_state(plan, one, other)
     if p is None:
-        np.testing.assert_allclose(other[0], one[0], rtol=tolerances.REORDERED_SLOT, atol=step)
+        np.testing.assert_allclose(other.p, one.p, rtol=tolerances.REORDERED_SLOT, atol=step)
         return
-    masters = [master(plan, p, update, state.correction) for update, state in (one, other)]
+    masters = [master(plan, p, leaf.p, leaf.correction) for leaf in (one, other)]
     bits = plan.split and plan.split.bits
     unit = tolerances.REORDERED_MASTER[bits, jnp.dtype(plan.dtype)]
     moved = np.abs(masters[1] - np.asarray(p, np.float32)) / LEARNING_RATE  # errors grow with it

@@ -26,8 +26,7 @@ from optax_lowmem._src.kernels.gpu_kernel import Range
 from optax_lowmem._src.optim.optimizers.adam import AdamRule
 from optax_lowmem._src.optim.step import backend, reference, tuning
 from optax_lowmem._src.optim.step import gpu as gpu_step
-from optax_lowmem._src.optim.step.batch import Leaf, LeafBatch
-from optax_lowmem._src.optim.step.rule import OF_BLOCK
+from optax_lowmem._src.optim.step.leaf import LeafBatch
 from optax_lowmem._src.optim.step.tpu import pallas_tpu
 from tests import launch_cases, small_leaves, tolerances, triton_on_numpy
 from tests.compilation import FULL_COMPILE, SAME_BITS
@@ -110,7 +109,7 @@ def make(optimizer, shapes, stored=None, how=None, **options):
     wanted = engine.plans(tree)
     for i, (plan, leaf) in enumerate(zip(case.plans, case.leaves, strict=True)):
         new, plain = wanted[i], [slot.codec is None for slot in wanted[i].slots]
-        stored = launch_cases.stored_slots(plan.slots, leaf.state)
+        stored = launch_cases.stored_slots(plan.slots, leaf)
         kept = [
             (codecs.decode_array(slot.codec, *arrays, plan.group_size, plan.shape[-1]), None)
             if drop and slot.codec
@@ -119,8 +118,8 @@ def make(optimizer, shapes, stored=None, how=None, **options):
         ]
         case.plans[i] = dataclasses.replace(new, returns_params=plan.returns_params)
         scales = tuple(scale for _, scale in kept if scale is not None)
-        state = leaf.state._replace(slots=tuple(codes for codes, _ in kept), scales=scales)
-        case.leaves[i] = leaf._replace(state=state)
+        slots = tuple(codes for codes, _ in kept)
+        case.leaves[i] = leaf._replace(slots=slots, scales=scales)
     return case
 
 
@@ -199,18 +198,13 @@ def check(kernel, case, launcher, tile=None):
 
 
 def both(case, tuned=SMALL, options=SAME_BITS):
-    """[(update, state)] of the reference and of Pallas' kernel, in one compiled call."""
+    """The leaves after a step of the reference and of Pallas' kernel, in one compiled call."""
 
     def run(leaves, h, keys):
-        gradients, weights, states = ([leaf[i] for leaf in leaves] for i in range(3))
-        hs = []
-        for plan, leaf in zip(case.plans, leaves, strict=True):
-            own = reference.prepare(case.rule, plan, leaf, h)
-            hs.append(own if leaf.of_block is None else {OF_BLOCK: leaf.of_block})
         plans, numbers = tuple(case.plans), tuple(case.numbers)
-        arrays = gradients, weights, states
+        own = [reference.prepare(case.rule, *row, h) for row in zip(plans, leaves, strict=True)]
         batch = LeafBatch.of(
-            plans, arrays, h, keys, operands=hs, numbers=numbers, implementation="pallas"
+            plans, leaves, h, keys, own=own, numbers=numbers, implementation="pallas"
         )
         found = backend.fused_updates(case.rule, batch, tuned)
         wanted = []
@@ -681,7 +675,7 @@ def test_nothing_beyond_an_array_is_written(shape, size, stored, monkeypatch):
     monkeypatch.setattr(gpu_step, "restored", lambda plan, leaf, result: result)
     (found,) = launched(case, tile)
     tiling = Tiling(shape, size, tile.elements)
-    inside = views(case.plans[0], tiling, Leaf(wanted.update, None, wanted.state))
+    inside = views(case.plans[0], tiling, wanted._replace(g=wanted.p, p=None))
     for one, other in zip(jax.tree.leaves(inside), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(other, one)
 

@@ -13,7 +13,7 @@ from optax_lowmem._src.arrays.groups import MAX_ELEMENTS
 from optax_lowmem._src.kernels import partitioned, platform, step_arguments
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 from optax_lowmem._src.optim.step import gpu, on_mesh, tuning, xla
-from optax_lowmem._src.optim.step.batch import LeafBatch, Result
+from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import UpdateRule
 
@@ -99,19 +99,19 @@ def _requested(
 
 def fused_updates(
     rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None = None
-) -> list[Result]:
+) -> list[Leaf]:
     """Compute `reference.fused_update` of each parameter with its fastest implementation.
 
     `tuned` are tile and launch sizes of a kernel; None for those tuned for the device.
     """
-    results: dict[int, Result] = {}
+    results: dict[int, Leaf] = {}
     shardings = _shardings(rule, batch)
     if shardings:
         results.update(_on_mesh(rule, batch, shardings, tuned))
     chosen: dict[str, list[int]] = {}
-    for i, (plan, g) in enumerate(zip(batch.plans, batch.gradients, strict=True)):
+    for i, (plan, leaf) in enumerate(zip(batch.plans, batch.leaves, strict=True)):
         if i not in results:
-            name, _ = choose(rule, plan, batch.implementation, g)
+            name, _ = choose(rule, plan, batch.implementation, leaf.g)
             chosen.setdefault(name, []).append(i)
     for name, indices in chosen.items():
         part = batch.take(indices)
@@ -134,7 +134,7 @@ def _shardings(rule: UpdateRule, batch: LeafBatch) -> dict[int, NamedSharding]:
     asks_tpu = batch.implementation == _TPU
     if not platform.has_gpu() and not asks_tpu:
         return {}
-    rows = zip(batch.plans, batch.states, batch.gradients, strict=True)
+    rows = zip(batch.plans, batch.leaves, strict=True)
     shardings = {i: on_mesh.leaf_sharding(*row) for i, row in enumerate(rows)}
     return {
         i: sharding
@@ -151,10 +151,10 @@ def _on_mesh(
     batch: LeafBatch,
     shardings: Mapping[int, NamedSharding],
     tuned: tuning.Tuning | None,
-) -> Iterator[tuple[int, Result]]:
+) -> Iterator[tuple[int, Leaf]]:
     """Yield (index, result) of the sharded parameters, stepping those of each mesh together."""
 
-    def step(part: LeafBatch) -> list[Result]:
+    def step(part: LeafBatch) -> list[Leaf]:
         with step_arguments.stepping(shardings=None):
             return fused_updates(rule, part, tuned)
 

@@ -20,7 +20,7 @@ from optax_lowmem._src.kernels import platform, step_arguments
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.policy import warn_of_patterns
 from optax_lowmem._src.optim.step import choose, fused_updates, matrices
-from optax_lowmem._src.optim.step.batch import LeafBatch, LeafState
+from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlanner, rounds_weights, warn_of_four_bits
 from optax_lowmem._src.optim.step.prepare import prepare_leaves
 from optax_lowmem._src.optim.step.rule import MatrixRule, UpdateRule
@@ -119,19 +119,23 @@ class Engine(StateFormat, LeafPlanner):
         states, blockwise = self.unpack(state, plans, like)
         paths = [plan.path for plan in plans]
         count, keys = count_and_keys(state.seed, state.count, count, paths)
+        leaves = [
+            state._replace(g=g, p=p) for state, g, p in zip(states, gradients, weights, strict=True)
+        ]
         batch = LeafBatch.of(
-            plans, (gradients, weights, states), h, keys, blockwise=blockwise, blockwise_keys=keys,
+            plans, leaves, h, keys, blockwise=blockwise, blockwise_keys=keys,
             implementation=step_arguments.current().implementation,
         )  # fmt: skip
         step = _step_streamed if streams else step_leaves
-        results, states, blockwise = step(self.rule, batch)
+        leaves, blockwise = step(self.rule, batch)
+        results = [leaf.p for leaf in leaves]
         for plan, update in zip(plans, results, strict=True):
             if not returns_params and plan.writes_weight:
                 context.emit(plan.path, update)
         if not self.weights and self.storage.update_dtype != "float32":
             results = trees.as_given(results, gradients)
         results = jax.tree.unflatten(jax.tree.structure(like), results)
-        return results, self.pack(count, plans, states, blockwise, state)
+        return results, self.pack(count, plans, leaves, blockwise, state)
 
     def _stand_in(self, updates: optax.Updates, state: optax.OptState, h: Arrays) -> Any:
         """Return substitutes for missing parameters: f32 arrays whose values are not used.
@@ -166,19 +170,16 @@ def count_and_keys(
     return count, random.leaf_keys(seed, count, paths)
 
 
-Stepped = tuple[list[jax.Array], list[LeafState], list[LeafState]]
+Stepped = tuple[list[Leaf], list[Leaf]]
 
 
 def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
-    """Return (updates, states, states of block-wise slots) of parameters or their shards.
-
-    If the plans `returns_params`, the updates are new parameters.
-    """
+    """Return the leaves after a step of parameters or their shards, and their block-wise slots."""
     plans = [
-        dataclasses.replace(plan, update_dtype=g.dtype)
-        if plan.follows_gradient and g.dtype == plan.dtype
+        dataclasses.replace(plan, update_dtype=leaf.g.dtype)
+        if plan.follows_gradient and leaf.g.dtype == plan.dtype
         else plan
-        for plan, g in zip(batch.plans, batch.gradients, strict=True)
+        for plan, leaf in zip(batch.plans, batch.leaves, strict=True)
     ]
     batch = dataclasses.replace(batch, plans=tuple(plans))
     if _has_a_program_per_shape(batch):
@@ -199,8 +200,8 @@ def _has_a_program_per_shape(batch: LeafBatch) -> bool:
 
 def _joined(stepped: Sequence[Stepped]) -> Stepped:
     """Join the results of batches of one parameter each."""
-    updates, states, blockwise = ([x for (x,) in column] for column in zip(*stepped, strict=True))
-    return updates, states, blockwise
+    leaves, blockwise = ([x for (x,) in column] for column in zip(*stepped, strict=True))
+    return leaves, blockwise
 
 
 def _one_by_one(batch: LeafBatch) -> list[LeafBatch]:
@@ -223,15 +224,18 @@ def _step_streamed(rule: UpdateRule, batch: LeafBatch) -> Stepped:
     """Do `step_leaves` one by one, with each state copied from host memory and back."""
 
     def bring(one: LeafBatch) -> LeafBatch:
-        states, blockwise = host.brought((one.states, one.blockwise))
-        return dataclasses.replace(one, states=states, blockwise=blockwise)
+        (leaf,) = one.leaves
+        state, blockwise = host.brought((leaf.state, one.blockwise))
+        return dataclasses.replace(
+            one, leaves=[state._replace(g=leaf.g, p=leaf.p)], blockwise=blockwise
+        )
 
     running, stepped, batches = host.RunAhead(), [], _one_by_one(batch)
     for before, one in zip(batches, host.ahead(batches, bring), strict=True):
-        updates, *slots = compiled(_step_leaves)(rule, one)
-        slots = host.put_back(slots, [before.states, before.blockwise])
-        running.add((updates, slots))
-        stepped.append((updates, *slots))
+        (leaf,), blockwise = compiled(_step_leaves)(rule, one)
+        states = host.put_back((leaf.state, blockwise), (before.leaves[0].state, before.blockwise))
+        running.add((leaf.p, states))
+        stepped.append(([states[0]._replace(p=leaf.p)], states[1]))
     return _joined(stepped)
 
 
@@ -255,7 +259,7 @@ def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         else:
             part = dataclasses.replace(part, blockwise=[], blockwise_keys=None)
             stepped = fused_updates(leaf_rule, part)
-        for i, (update, state), of_blocks in zip(indices, stepped, blockwise, strict=True):
-            results[i] = update, state, of_blocks
-    updates, states, blockwise = ([row[i] for row in results] for i in range(3))
-    return updates, states, blockwise
+        for i, *result in zip(indices, stepped, blockwise, strict=True):
+            results[i] = result
+    leaves, blockwise = ([row[i] for row in results] for i in range(2))
+    return leaves, blockwise

@@ -23,11 +23,9 @@ from optax_lowmem._src.kernels import gpu_kernel, jaxpr_to_triton, platform
 from optax_lowmem._src.kernels.fallback import on_one_device, with_fallback
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Place, Program
 from optax_lowmem._src.optim.step import reference, tuning, xla
-from optax_lowmem._src.optim.step.batch import (
+from optax_lowmem._src.optim.step.leaf import (
     Leaf,
     LeafBatch,
-    LeafState,
-    Result,
     aliases,
     output,
     restored,
@@ -83,16 +81,12 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     leaf = Leaf(
         like(jnp.float32, *shape),
         like(plan.dtype, *shape),
-        LeafState(
-            tuple(
-                slot.codec.storage(shape, shape[1]).codes
-                if slot.codec
-                else like(slot.dtype, *shape)
-                for slot in plan.slots
-            ),
-            tuple(like(slot.codec.scale.dtype, shape[0]) for slot in plan.slots if slot.codec),
-            None if plan.split is None else like(plan.split.dtype, *shape),
+        tuple(
+            slot.codec.storage(shape, shape[1]).codes if slot.codec else like(slot.dtype, *shape)
+            for slot in plan.slots
         ),
+        tuple(like(slot.codec.scale.dtype, shape[0]) for slot in plan.slots if slot.codec),
+        None if plan.split is None else like(plan.split.dtype, *shape),
     )
     seeds = like(jnp.uint32, shape[0], 1), like(jnp.uint32, shape[1])
     with numerics.kernel_arithmetic(jaxpr_to_triton.APPROXIMATIONS):
@@ -102,10 +96,10 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
 
 def step(
     backend: str, rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None
-) -> list[Result]:
+) -> list[Leaf]:
     """Step parameters that a backend supports, in as few launches as `tuned` allows."""
     cut = tuning.resolve(tuned, backend, len(batch.plans[0].slots), batch.plans[0].group_size)
-    results: dict[int, Result] = {}
+    results: dict[int, Leaf] = {}
     for together in group_leaves(batch, cut):
         result = _step_launch(rule, backend, batch.take(together), cut.tile)
         results.update(zip(together, result, strict=True))
@@ -125,13 +119,13 @@ def group_leaves(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
     plans = batch.plans
     largest = max(math.prod(plan.shape) for plan in plans)
     kinds: dict[Any, list[int]] = {}
-    for i, (plan, g) in enumerate(zip(plans, batch.gradients, strict=True)):
+    for i, (plan, leaf) in enumerate(zip(plans, batch.leaves, strict=True)):
         lanes = Tiling(plan.shape, plan.group_size, tuned.tile.elements).lanes
-        kind = (plan.shapeless, lanes, jnp.dtype(g.dtype))
+        kind = (plan.shapeless, lanes, jnp.dtype(leaf.g.dtype))
         kinds.setdefault(kind, []).append(i)
     done = []
     for alike in kinds.values():
-        plan, p = plans[alike[0]], batch.weights[alike[0]]
+        plan, p = plans[alike[0]], batch.leaves[alike[0]].p
         most = tuned.elements
         if not plan.returns_params:
             itemsize = update_dtype(plan, p).itemsize
@@ -172,11 +166,10 @@ def _in_order(
     return done
 
 
-def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Result]:
+def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Leaf]:
     """Step the parameters of one launch: by the kernel, or by XLA where it cannot run."""
     paths = [plan.path for plan in batch.plans]
     plans = tuple(plan.nameless for plan in batch.plans)
-    leaves = [batch.leaf(i) for i in range(len(batch.plans))]
     names, numbers = tuple(sorted(batch.h(0))), batch.numbers
     # one row per leaf only if hyperparameters differ between leaves
     hs = [batch.h(i) for i in range(len(batch.plans) if rule.prepares == "leaf" else 1)]
@@ -188,14 +181,14 @@ def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -
         leaves: list[Leaf],
         scalars: jax.Array,
         keys: jax.Array,
-    ) -> list[Result]:
+    ) -> list[Leaf]:
         if any(map(is_too_large, plans)):  # on one device, or shards that are still too large
             return by_xla(True, plans, numbers, leaves, scalars, keys)
         arrays = tuple(leaves), names, scalars, keys, jnp.asarray(numbers, jnp.int32)
         with scope(paths, backend):
             results = launch(rule, plans, *arrays, tile, backend=backend)
         return [
-            result._replace(update=reference.emit(plan, leaf.p, result.update))
+            result._replace(p=reference.emit(plan, leaf.p, result.p))
             for plan, leaf, result in zip(plans, leaves, results, strict=True)
         ]
 
@@ -206,7 +199,7 @@ def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -
         leaves: list[Leaf],
         scalars: jax.Array,
         keys: jax.Array,
-    ) -> list[Result]:
+    ) -> list[Leaf]:
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
         results = []
         for i, (plan, leaf, number) in enumerate(zip(plans, leaves, numbers, strict=True)):
@@ -215,14 +208,14 @@ def _step_launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -
                 results.append(step(rule, plan, leaf, hs[i % len(hs)], keys[number]))
         return results
 
-    arguments = (leaves, scalars, batch.keys)
+    arguments = (batch.leaves, scalars, batch.keys)
     content = f"{rule} {names} {tile}"
     # only XLA, when it partitions the program, knows the size of shards
     name = f"{backend}_or_xla" if any(map(is_too_large, plans)) else backend
     partition = StepPartition(name, content, by_kernel, paths, plans, numbers, arguments)
     run = functools.partial(by_kernel, plans, numbers)
     if batch.implementation is not None:
-        result: list[Result] = on_one_device(run, run, *arguments, partition=partition)
+        result: list[Leaf] = on_one_device(run, run, *arguments, partition=partition)
         return result
     once, twice = (functools.partial(by_xla, passes, plans, numbers) for passes in (False, True))
     return with_fallback("cuda", run, once, *arguments, several=twice, partition=partition)
@@ -289,7 +282,7 @@ def _step_tile(
     leaf: Leaf,
     h: Arrays,
     seeds: random.Seeds | None,
-) -> Result:
+) -> Leaf:
     if approximations is None:
         return reference.step_tile(rule, plan, leaf, h, seeds)
     with numerics.kernel_arithmetic(approximations):
@@ -301,24 +294,22 @@ def _load(plan: LeafPlan, place: Place, of_slots: Sequence[Place], leaf: Any) ->
 
     `of_slots` are the tile's places in the arrays of the slots.
     """
-    state = leaf.state
     g, p, correction = place.load(leaf.g), None, None
     if leaf.p is not None:
         p = place.load(leaf.p)
-    if state.correction is not None:
-        correction = place.load(state.correction, plan.split.zero if plan.split is not None else 0)
-    slots = tuple(own.load(slot) for own, slot in zip(of_slots, state.slots, strict=True))
-    return Leaf(g, p, LeafState(slots, tuple(map(place.load_scales, state.scales)), correction))
+    if leaf.correction is not None:
+        correction = place.load(leaf.correction, plan.split.zero if plan.split is not None else 0)
+    slots = tuple(own.load(slot) for own, slot in zip(of_slots, leaf.slots, strict=True))
+    return Leaf(g, p, slots, tuple(map(place.load_scales, leaf.scales)), correction)
 
 
-def _store(place: Place, of_slots: Sequence[Place], into: Any, result: Result) -> None:
-    state = result.state
-    for scales, values in zip(into.state.scales, state.scales, strict=True):
+def _store(place: Place, of_slots: Sequence[Place], into: Any, result: Leaf) -> None:
+    for scales, values in zip(into.scales, result.scales, strict=True):
         place.store_scales(scales, values)
-    place.store(into.update, result.update)
-    if state.correction is not None:
-        place.store(into.state.correction, state.correction)
-    for own, slot, values in zip(of_slots, into.state.slots, state.slots, strict=True):
+    place.store(into.p, result.p)
+    if result.correction is not None:
+        place.store(into.correction, result.correction)
+    for own, slot, values in zip(of_slots, into.slots, result.slots, strict=True):
         own.store(slot, values)
 
 
@@ -335,7 +326,7 @@ def launch(
     leaf_numbers: jax.Array,
     tile: Tile,
     backend: str = "pallas",
-) -> list[Result]:
+) -> list[Leaf]:
     """Step leaves whose plans differ only in path and shape.
 
     `scalars` are the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] if they
@@ -345,7 +336,7 @@ def launch(
     codes = [_code_of(plan, tile) if backend == "triton" else None for plan in plans]
     most = _MAX_POINTERS // (2 * len(jax.tree.leaves(leaves[0])) + 1)
     row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
-    results: dict[int, Result] = {}
+    results: dict[int, Leaf] = {}
     for kind in dict.fromkeys(codes):
         alike = [i for i, other in enumerate(codes) if other == kind]
         for first in range(0, len(alike), most):
@@ -379,11 +370,11 @@ def launch(
 
 def views(plan: LeafPlan, tiling: Tiling, leaf: Leaf) -> Leaf:
     """Reshape the arrays of a leaf to the views that its kernel reads."""
-    g, p, correction = jax.tree.map(tiling.element_view, (leaf.g, leaf.p, leaf.state.correction))
-    pairs = zip(plan.slots, leaf.state.slots, strict=True)
+    g, p, correction = jax.tree.map(tiling.element_view, (leaf.g, leaf.p, leaf.correction))
+    pairs = zip(plan.slots, leaf.slots, strict=True)
     slots = tuple(tiling.of_bytes(slot.codes_per_byte).element_view(x) for slot, x in pairs)
-    scales, of_block = jax.tree.map(lambda x: x.reshape(-1), (leaf.state.scales, leaf.of_block))
-    return Leaf(g, p, LeafState(slots, scales, correction), of_block)
+    scales, of_block = jax.tree.map(lambda x: x.reshape(-1), (leaf.scales, leaf.of_block))
+    return Leaf(g, p, slots, scales, correction, of_block)
 
 
 def _tilings(plans: Sequence[LeafPlan], elements: int, backend: str) -> tuple[Tiling, ...]:

@@ -24,7 +24,7 @@ from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import platform, step_arguments
 from optax_lowmem._src.optim.step import xla
 from optax_lowmem._src.optim.step.backend import fused_updates
-from optax_lowmem._src.optim.step.batch import LeafBatch, LeafState, Result
+from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK, MatrixRule, UpdateRule
 
@@ -46,28 +46,24 @@ class _Direction(UpdateRule):
         return (g * h[OF_BLOCK] if OF_BLOCK in h else g), {}
 
 
-MatrixResults = tuple[list[Result], list[LeafState]]
+MatrixResults = tuple[list[Leaf], list[Leaf]]
 
 
 def step_leaves(rule: MatrixRule, batch: LeafBatch) -> MatrixResults:
     """Step matrices, one stack after the other; also returns the new block-wise slots."""
-    for plan, *arrays in zip(batch.plans, batch.gradients, batch.states, strict=True):
-        varying.check_whole(plan.path, arrays, "a direction of whole matrices")
-    results: dict[int, tuple[Result, LeafState]] = {}
+    for plan, leaf in zip(batch.plans, batch.leaves, strict=True):
+        varying.check_whole(plan.path, (leaf.g, leaf.state), "a direction of whole matrices")
+    results: dict[int, tuple[Leaf, Leaf]] = {}
     done: Any = ()
-    mesh = _mesh(batch.gradients[0]) if batch.gradients else None
+    mesh = _mesh(batch.leaves[0].g) if batch.leaves else None
     for indices in stacks(batch.plans, 1 if mesh is None else mesh.size):
         stack = batch.take(indices).with_keys_in_order()
         if done:
-            arrays = varying.after(
-                (stack.gradients, stack.weights, stack.states, stack.blockwise), done
-            )
-            gradients, weights, states, blockwise = arrays
-            h = _after(stack.hyperparameters, done[-1][0])
+            leaves, blockwise = varying.after((stack.leaves, stack.blockwise), done)
+            h = _after(stack.hyperparameters, done[-1].p)
             stack = dataclasses.replace(
-                stack, gradients=gradients, weights=weights, states=states, blockwise=blockwise,
-                hyperparameters=h,
-            )  # fmt: skip
+                stack, leaves=leaves, blockwise=blockwise, hyperparameters=h
+            )
         done, blockwise = _step_in_turn(rule, stack)
         results.update(zip(indices, zip(done, blockwise, strict=True), strict=True))
     pairs = [results[i] for i in range(len(batch.plans))]
@@ -140,29 +136,26 @@ def _step_stack(rule: MatrixRule, stack: LeafBatch) -> MatrixResults:
             )  # fmt: skip
             for plan in stack.plans
         ),
-        weights=[None] * len(stack.plans),
-        states=[state._replace(correction=None) for state in stack.states],
+        leaves=[leaf._replace(p=None, correction=None) for leaf in stack.leaves],
     )
     moved = fused_updates(rule, bare)
-    before = [direction for direction, _ in moved]
+    before = [leaf.p for leaf in moved]
     directions, scales, factors, slots = _directions(rule, stack.plans, before, blockwise, h)
     # the second step must not apply gradient_scale or l2 again
     rates = {name: h[name] for name in ("lr", "decay") if name in h}
     landing = dataclasses.replace(
         stack,
         plans=tuple(dataclasses.replace(plan, slots=(), blockwise=()) for plan in stack.plans),
-        gradients=directions,
-        states=[LeafState((), (), state.correction) for state in stack.states],
-        hyperparameters=rates,
-        operands=[
-            {"lr": h["lr"] * scale, **factor} for scale, factor in zip(scales, factors, strict=True)
+        leaves=[
+            Leaf(g=direction, p=leaf.p, correction=leaf.correction, of_block=factor.get(OF_BLOCK))
+            for leaf, direction, factor in zip(stack.leaves, directions, factors, strict=True)
         ],
+        hyperparameters=rates,
+        own=[{"lr": h["lr"] * scale} for scale in scales],
     )
     results = [
-        Result(update, new._replace(correction=landed.correction))
-        for (update, landed), (_, new) in zip(
-            fused_updates(_Direction(), landing), moved, strict=True
-        )
+        new._replace(p=landed.p, correction=landed.correction)
+        for landed, new in zip(fused_updates(_Direction(), landing), moved, strict=True)
     ]
     return results, [old._replace(slots=new) for old, new in zip(blockwise, slots, strict=True)]
 
@@ -182,7 +175,7 @@ Directions = tuple[list[Any], list[Any], list[Any], list[Any]]
 
 
 def _directions(
-    rule: MatrixRule, plans: Sequence[LeafPlan], before: Any, blockwise: list[LeafState], h: Arrays
+    rule: MatrixRule, plans: Sequence[LeafPlan], before: Any, blockwise: list[Leaf], h: Arrays
 ) -> Directions:
     """Return of each leaf the direction, the factors of its rate and blocks, and block-wise slots.
 

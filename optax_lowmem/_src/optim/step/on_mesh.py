@@ -20,20 +20,20 @@ from optax_lowmem._src.arrays.sharding import named_sharding, on_each_device, re
 from optax_lowmem._src.arrays.shards import Shards, axes_of, spec_of
 from optax_lowmem._src.kernels import step_arguments
 from optax_lowmem._src.kernels.partitioned import Factor, Partition, sharding_rule
-from optax_lowmem._src.optim.step.batch import LeafBatch, LeafState, Result
+from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.rule import OF_BLOCK
 from optax_lowmem._src.optim.step.scopes import scope
 
 # ---- in a shard_map ------------------------------------------------------------------------------
 
 
-def leaf_sharding(plan: LeafPlan, state: LeafState, g: jax.Array) -> NamedSharding | None:
+def leaf_sharding(plan: LeafPlan, leaf: Leaf) -> NamedSharding | None:
     """Return a leaf's sharding, from `lowmem.step` or from Explicit axes, or None."""
     given = step_arguments.sharding(plan.path)
     if given is not None:
         return given
-    for x in jax.tree.leaves((state.slots, state.correction, g)):  # packed codes have another shape
+    # packed codes have another shape
+    for x in jax.tree.leaves((leaf.slots, leaf.correction, leaf.g)):
         sharding = jax.typeof(x).sharding
         if x.shape == plan.shape and _explicit(sharding.mesh):
             return named_sharding(plan.path, plan.shape, sharding, sharding.mesh)
@@ -76,45 +76,40 @@ def _block_specs(plan: LeafPlan, sharding: NamedSharding) -> Any:
     return specs[0] if len(specs) == 1 else tuple(specs)
 
 
+def _leaf_specs(plan: LeafPlan, leaf: Leaf, sharding: NamedSharding) -> Leaf:
+    """Return the partition specs of a leaf's arrays; scales are sharded like their codes."""
+    specs = jax.tree.map(lambda _: sharding.spec, leaf._replace(of_block=None))
+    return specs if leaf.of_block is None else specs._replace(of_block=_block_specs(plan, sharding))
+
+
 def fused_updates(
-    step: Callable[[LeafBatch], list[Result]],
+    step: Callable[[LeafBatch], list[Leaf]],
     batch: LeafBatch,
     shardings: Sequence[NamedSharding],
-) -> list[Result]:
+) -> list[Leaf]:
     """Step parameters on one mesh; `step` steps the shards of one device."""
     batch = batch.with_keys_in_order()
     mesh, every = shardings[0].mesh, PartitionSpec()
     typed = _explicit(mesh)
     partitioned: dict[str, Any] = {
-        "gradients": [sharding.spec for sharding in shardings],
-        "weights": [
-            None if p is None else sharding.spec
-            for p, sharding in zip(batch.weights, shardings, strict=True)
-        ],
-        "states": [  # scales are sharded like their codes
-            jax.tree.map(lambda _, spec=sharding.spec: spec, state)
-            for state, sharding in zip(batch.states, shardings, strict=True)
-        ],
+        "leaves": list(map(_leaf_specs, batch.plans, batch.leaves, shardings)),
         "hyperparameters": dict.fromkeys(batch.hyperparameters, every),
-        "operands": [
-            {name: _block_specs(plan, sharding) if name == OF_BLOCK else every for name in own}
-            for plan, sharding, own in zip(batch.plans, shardings, batch.operands, strict=True)
-        ],
+        "own": [dict.fromkeys(own, every) for own in batch.own],
         "keys": every,
     }
     specs = dataclasses.replace(batch, **partitioned)
     shards = [Shards.of(sharding, len(sharding.spec)) for sharding in shardings]
 
-    def on_a_device(part: LeafBatch) -> list[Result]:
+    def on_a_device(part: LeafBatch) -> list[Leaf]:
         plans, keys = zip(*map(_of_shard, batch.plans, shards, part.keys), strict=True)
         return step(dataclasses.replace(part, plans=plans, keys=jnp.stack(keys)))
 
     results = on_each_device(
         on_a_device, mesh, typed, (specs,),
-        list(map(Result, specs.gradients, specs.states)), batch,
+        [leaf.result_like for leaf in specs.leaves], batch,
     )  # fmt: skip
     if typed:
-        likes = [batch.leaf(i).result_like for i in range(len(batch.plans))]
+        likes = [leaf.result_like for leaf in batch.leaves]
         results = [reshard_like(one, like) for one, like in zip(results, likes, strict=True)]
     return results
 
@@ -155,8 +150,8 @@ class StepPartition(Partition):
         self._likes: list[int] = []  # of each result, the operand that it is cut like
         self._deciding: list[list[int]] = []  # operands that decide how a leaf is cut
         for leaf in leaves:
-            state = leaf.state.slots, leaf.state.correction
-            self._deciding.append(jax.tree.leaves((state, leaf.p, leaf.g)))
+            deciding = leaf.slots, leaf.correction, leaf.p, leaf.g
+            self._deciding.append(jax.tree.leaves(deciding))
             self._owners.append(jax.tree.leaves(leaf))
             self._likes += jax.tree.leaves(leaf.result_like)
 

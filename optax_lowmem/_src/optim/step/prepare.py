@@ -6,7 +6,7 @@ then stepped like the gradient of a small leaf with one element per block.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from optax_lowmem._src.kernels import step_arguments
 from optax_lowmem._src.optim.blocks import block_means
 from optax_lowmem._src.optim.step import reference
 from optax_lowmem._src.optim.step.backend import fused_updates
-from optax_lowmem._src.optim.step.batch import LeafBatch, LeafState
+from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK, Slot, UpdateRule
 
@@ -27,7 +27,7 @@ from optax_lowmem._src.optim.step.rule import OF_BLOCK, Slot, UpdateRule
 _prepare = jax.jit(reference.prepare, static_argnames=("rule", "plan"))
 
 
-def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[LeafState]]:
+def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[Leaf]]:
     """Add the operands of `rule.prepare` to a batch; also returns the new block-wise slots.
 
     The batch has f32 hyperparameters; for a rule that prepares `blocks`, without `l2`.
@@ -36,13 +36,14 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
         prepared = []
         for i, plan in enumerate(batch.plans):
             prepare = functools.partial(_prepare, rule, plan.nameless)
-            leaf, h = batch.leaf(i), batch.hyperparameters
+            leaf, h = batch.leaves[i], batch.hyperparameters
             names = jax.eval_shape(prepare, leaf, h)  # scalars, replicated on Explicit axes
             prepared.append(left_to_xla(prepare, dict.fromkeys(names), leaf, h))
-        return dataclasses.replace(batch, operands=prepared), batch.blockwise
+        return dataclasses.replace(batch, own=prepared), batch.blockwise
     # XLA partitions the means of blocks that span several devices, also on Explicit axes
     blocks = [plan.block or Block() for plan in batch.plans]
-    rows = zip(batch.plans, blocks, batch.gradients, batch.blockwise, strict=True)
+    gradients = [leaf.g for leaf in batch.leaves]
+    rows = zip(batch.plans, blocks, gradients, batch.blockwise, strict=True)
     for plan, block, *arrays in rows:
         if not block.elementwise:
             work_of = "a mean over each of its blocks, rows or columns"
@@ -59,10 +60,14 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
     work = functools.partial(
         _prepare_blocks, rule, batch.plans, blocks, batch.numbers, batch.implementation
     )
-    operands = batch.gradients, batch.blockwise, batch.hyperparameters, keys
+    operands = gradients, batch.blockwise, batch.hyperparameters, keys
     result = left_to_xla(work, shardings, *operands)
-    of_blocks: list[Mapping[str, Any]] = [{OF_BLOCK: of_block} for of_block, _ in result]
-    return dataclasses.replace(batch, operands=of_blocks), [LeafState(*new) for _, new in result]
+    leaves = [
+        leaf._replace(of_block=of_block)
+        for leaf, (of_block, _) in zip(batch.leaves, result, strict=True)
+    ]
+    new = [Leaf(slots=slots, scales=scales) for _, (slots, scales) in result]
+    return dataclasses.replace(batch, leaves=leaves), new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,29 +100,31 @@ def _prepare_blocks(
     numbers: tuple[int, ...],
     implementation: str | None,
     gradients: Sequence[jax.Array],
-    blockwise: Sequence[LeafState],
+    blockwise: Sequence[Leaf],
     h: Arrays,
     keys: jax.Array,
 ) -> list[tuple[Any, tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]]:
     """Return (`Block.operands`, (new block-wise slots, scales)) of each parameter."""
     scale = h.get("gradient_scale")
     means = block_means.means_of_squares(blocks, gradients, scale, implementation)
-    flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in blockwise]
+    leaves = [
+        s._replace(g=mean.reshape(-1), slots=tuple(x.reshape(-1) for x in s.slots))
+        for s, mean in zip(blockwise, means, strict=True)
+    ]
     # the means already include the gradient scale
     h = {name: value for name, value in h.items() if name != "gradient_scale"}
     named = [
         dataclasses.replace(plan.blockwise_plan, path=f"{plan.path} (means over blocks)")
         for plan in plans
     ]
-    arrays = [mean.reshape(-1) for mean in means], [None] * len(plans), flat
-    of_blocks = LeafBatch.of(named, arrays, h, keys, numbers=numbers, implementation=implementation)
+    of_blocks = LeafBatch.of(named, leaves, h, keys, numbers=numbers, implementation=implementation)
     with step_arguments.stepping(shardings=None):  # those are of leaves, not of blocks
         result = fused_updates(_BlockRule(rule), of_blocks)
-    values = [given.reshape(mean.shape) for (given, _), mean in zip(result, means, strict=True)]
+    values = [new.p.reshape(mean.shape) for new, mean in zip(result, means, strict=True)]
     shapes = [plan.shape for plan in plans]
     of_steps = block_means.operands(blocks, values, shapes, implementation)
     shaped = []
-    for old, (_, state), operands in zip(blockwise, result, of_steps, strict=True):
-        slots = tuple(x.reshape(o.shape) for x, o in zip(state.slots, old.slots, strict=True))
-        shaped.append((operands, (slots, state.scales)))
+    for old, new, operands in zip(blockwise, result, of_steps, strict=True):
+        slots = tuple(x.reshape(o.shape) for x, o in zip(new.slots, old.slots, strict=True))
+        shaped.append((operands, (slots, new.scales)))
     return shaped

@@ -17,7 +17,7 @@ from jax import lax
 from optax_lowmem._src.arrays import groups, numerics, random
 from optax_lowmem._src.arrays.codecs import BitSplit, GroupCodec, MasterSplit, UlpSplit
 from optax_lowmem._src.arrays.typing import Arrays
-from optax_lowmem._src.optim.step.batch import Leaf, LeafState, Result, update_dtype
+from optax_lowmem._src.optim.step.leaf import Leaf, update_dtype
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK, UpdateRule
 
@@ -66,11 +66,11 @@ def whole(plan: LeafPlan) -> Layout:
     return Layout(plan.group_size, plan.shape[-1] if plan.shape else 1)
 
 
-def decode(plan: LeafPlan, state: LeafState, layout: Layout, units: Units | None = None) -> Arrays:
+def decode(plan: LeafPlan, leaf: Leaf, layout: Layout, units: Units | None = None) -> Arrays:
     """Decode the slots of a leaf to f32; `units` are its decoded scales, if computed before."""
-    scales = iter(state.scales)
+    scales = iter(leaf.scales)
     values = {}
-    for slot, stored in zip(plan.slots, state.slots, strict=True):
+    for slot, stored in zip(plan.slots, leaf.slots, strict=True):
         if slot.codec is None:
             values[slot.name] = stored.astype(jnp.float32)
             continue
@@ -98,7 +98,7 @@ def advance(
         if layout is None and plan.block is not None:
             of_block = plan.block.of_elements(of_block, plan.shape)
         h = {**h, OF_BLOCK: of_block}
-    values = decode(plan, leaf.state, layout or whole(plan), units)
+    values = decode(plan, leaf, layout or whole(plan), units)
     g, weight = gradient_and_weight(plan, leaf, h)
     direction, values = rule.update(g, values, h)
     if weight is None:
@@ -117,8 +117,8 @@ def gradient_and_weight(
     if leaf.p is None:
         return g, None
     weight = numerics.widen(leaf.p)
-    if plan.split is not None and leaf.state.correction is not None:
-        weight = plan.split.join(leaf.p, leaf.state.correction)
+    if plan.split is not None and leaf.correction is not None:
+        weight = plan.split.join(leaf.p, leaf.correction)
     return g + h["l2"] * weight if plan.decays and "l2" in h else g, weight
 
 
@@ -127,7 +127,7 @@ def prepare(rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Arrays) -> Arrays:
     if rule.prepares != "leaf":
         return {}
     gradient, _ = gradient_and_weight(plan, leaf, h)
-    return rule.prepare(gradient, decode(plan, leaf.state, whole(plan)), h)[0]
+    return rule.prepare(gradient, decode(plan, leaf, whole(plan)), h)[0]
 
 
 def measure(plan: LeafPlan, values: Arrays) -> Measured:
@@ -301,7 +301,7 @@ def fused_update(
     h: Arrays,
     key: jax.Array,
     two_passes: bool = False,
-) -> Result:
+) -> Leaf:
     """Return the update of a leaf (the parameter if the plan `returns_params`) and its new state.
 
     `h` are f32 scalars: the hyperparameters of the rule, optionally `gradient_scale` (a factor of
@@ -332,21 +332,21 @@ def fused_update(
         if leaf.p is not None and plan.stochastic_master:
             random_bits = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
     slots, scales = encode_slots(plan, values, seeds, layout, measured)
-    correction = leaf.state.correction
+    correction = leaf.correction
     if leaf.p is not None:
         step, correction = move(plan, leaf.p, step, correction, random_bits)
-    return Result(emit(plan, leaf.p, step), LeafState(slots, scales, correction))
+    return Leaf(p=emit(plan, leaf.p, step), slots=slots, scales=scales, correction=correction)
 
 
 def step_tile(
     rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Arrays, seeds: random.Seeds | None
-) -> Result:
+) -> Leaf:
     """Step one tile [groups, lanes], one group per row: decode, rule, split, encode.
 
     `plan` may be that of any leaf in the launch, since they differ only in shape, which is unused.
     """
     lanes = leaf.g.shape[-1]
-    layout, correction = TileLayout(lanes, lanes), leaf.state.correction
+    layout, correction = TileLayout(lanes, lanes), leaf.correction
     moved, values = advance(rule, plan, leaf, h, layout)
     if leaf.p is not None:
         # the weight even if the step returns updates: XLA fuses the update with its consumer
@@ -355,4 +355,4 @@ def step_tile(
     # encode last, when the weight's registers are free: encoding needs the most registers
     slots, scales = encode_slots(plan, values, seeds, layout)
     update = moved.astype(update_dtype(plan, leaf.p))
-    return Result(update, LeafState(slots, scales, correction))
+    return Leaf(p=update, slots=slots, scales=scales, correction=correction)

@@ -13,7 +13,7 @@ from optax_lowmem._src.arrays.codecs import MasterSplit
 from optax_lowmem._src.arrays.compiled import compiled, is_free
 from optax_lowmem._src.arrays.sharding import filled_like, reshard, sharding_of, state_sharding
 from optax_lowmem._src.optim import context
-from optax_lowmem._src.optim.step.batch import LeafState
+from optax_lowmem._src.optim.step.leaf import Leaf
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import UpdateRule
 
@@ -54,7 +54,7 @@ class StateFormat:
 
     def unpack(
         self, state: optax.OptState, plans: list[LeafPlan], params: optax.Params
-    ) -> tuple[list[LeafState], list[LeafState]]:
+    ) -> tuple[list[Leaf], list[Leaf]]:
         """Return the states of the leaves and of their block-wise slots, after checking both."""
         columns = {}
         for name in self.fields():
@@ -82,8 +82,8 @@ class StateFormat:
         self,
         count: jax.Array,
         plans: list[LeafPlan],
-        states: list[LeafState],
-        blockwise: list[LeafState],
+        states: list[Leaf],
+        blockwise: list[Leaf],
         before: optax.OptState,
     ) -> Any:
         """Return the state after a step, which replaces arrays of the state before.
@@ -125,12 +125,12 @@ class StateFormat:
 Row = dict[str, Any]  # the arrays of one parameter, by field of the state
 
 
-def from_row(plan: LeafPlan, row: Row) -> tuple[LeafState, LeafState]:
+def from_row(plan: LeafPlan, row: Row) -> tuple[Leaf, Leaf]:
     """Return the state of a leaf and that of its block-wise slots."""
     state, blockwise = (
-        LeafState(
-            tuple(row[slot.name] for slot in slots),
-            tuple(row[f"{slot.name}_scale"] for slot in slots if slot.codec is not None),
+        Leaf(
+            slots=tuple(row[slot.name] for slot in slots),
+            scales=tuple(row[f"{slot.name}_scale"] for slot in slots if slot.codec is not None),
         )
         for slots in (plan.slots, plan.blockwise)
     )
@@ -145,7 +145,7 @@ def stored_fields(plan: LeafPlan) -> list[str]:
     return names
 
 
-def to_row(plan: LeafPlan, state: LeafState, blockwise: LeafState) -> Row:
+def to_row(plan: LeafPlan, state: Leaf, blockwise: Leaf) -> Row:
     """Do the opposite of `from_row`; placeholders of what the leaf does not have are left out."""
     row = {} if state.correction is None else {"correction": state.correction}
     for slots, stored in ((plan.slots, state), (plan.blockwise, blockwise)):

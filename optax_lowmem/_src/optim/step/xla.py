@@ -22,7 +22,7 @@ from optax_lowmem._src.arrays.codecs import GroupCodec
 from optax_lowmem._src.arrays.sharding import left_to_xla, sharding_of
 from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.optim.step import reference
-from optax_lowmem._src.optim.step.batch import Leaf, LeafBatch, LeafState, Result
+from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import UpdateRule
 from optax_lowmem._src.optim.step.scopes import scope
@@ -31,14 +31,14 @@ from optax_lowmem._src.optim.step.scopes import scope
 plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan", "two_passes"))
 
 
-def step(rule: UpdateRule, batch: LeafBatch) -> list[Result]:
+def step(rule: UpdateRule, batch: LeafBatch) -> list[Leaf]:
     """Step each parameter; on Explicit axes the results keep its sharding."""
     # without the barrier XLA inlines these constants, and the steps of equal leaves differ: fusions
     # contract multiply-adds differently, https://github.com/openxla/xla/issues/41579
     numbers = lax.optimization_barrier(list(map(jnp.uint32, batch.numbers)))
     results = []
     for i, number in enumerate(numbers):
-        leaf = batch.leaf(i)
+        leaf = batch.leaves[i]
         like, treedef = jax.tree.flatten(leaf.result_like)
         work = functools.partial(_step_leaf, rule, batch.plans[i].nameless, batch.numbers[i])
         shardings = list(map(sharding_of, like))
@@ -96,14 +96,14 @@ def opaque(function: Any) -> Any:
 @functools.partial(jax.jit, static_argnames=("rule", "plan"))
 def packed_update(
     rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Arrays, keys: jax.Array, number: jax.Array
-) -> Result:
+) -> Leaf:
     """Compute `reference.fused_update` with `keys[number]`, where keys are those of many leaves.
 
     The number is an operand: as a constant it would prevent equal leaves from sharing a program.
     """
     packed = _PackedStep(rule, plan, leaf.p is not None)
     if plan.returns_params:
-        result: Result = packed.finish(leaf, h, keys, number)
+        result: Leaf = packed.finish(leaf, h, keys, number)
         return result
     # the rest of an update is computed outside the calls, where XLA fuses it with its consumer
     return packed.unpack(leaf, h, *packed.pack_in_call(leaf, h, keys, number))
@@ -149,7 +149,7 @@ class _PackedStep:
 
     @opaque
     @_method
-    def finish(self, leaf: Leaf, h: Arrays, keys: jax.Array, number: jax.Array) -> Result:
+    def finish(self, leaf: Leaf, h: Arrays, keys: jax.Array, number: jax.Array) -> Leaf:
         return self.unpack(leaf, h, *self.pack(leaf, h, keys, number))
 
     def pack(
@@ -201,15 +201,13 @@ class _PackedStep:
         small = {s.name: codes for s, codes in zip(plan.slots, slots, strict=True) if s.codec}
         if leaf.p is not None and plan.split is not None:
             random_bits = reference.master_bits(plan, seeds, layout)
-            weight, correction = reference.move(
-                plan, leaf.p, step, leaf.state.correction, random_bits
-            )
+            weight, correction = reference.move(plan, leaf.p, step, leaf.correction, random_bits)
             assert correction is not None  # since the plan has a split
             small[_CORRECTION] = correction
             small[_WEIGHT] = lax.bitcast_convert_type(weight, jnp.uint16)
         return small
 
-    def unpack(self, leaf: Leaf, h: Arrays, words: Sequence[jax.Array], scales: Arrays) -> Result:
+    def unpack(self, leaf: Leaf, h: Arrays, words: Sequence[jax.Array], scales: Arrays) -> Leaf:
         """Return update and state from the packed words; f32 outputs are recomputed here."""
         plan, small = self.plan, {}
         for word, fields in zip(words, self.words, strict=True):
@@ -222,7 +220,7 @@ class _PackedStep:
                 else:
                     small[name] = word
         stored = tuple(scales[slot.name] for slot in plan.slots if slot.codec)
-        correction = small.get(_CORRECTION, leaf.state.correction)
+        correction = small.get(_CORRECTION, leaf.correction)
         if any(slot.codec is None for slot in plan.slots) or _WEIGHT not in small:
             moved, values = self.advance(leaf, h)
         if leaf.p is not None and _WEIGHT in small:
@@ -233,4 +231,5 @@ class _PackedStep:
             s.codec.pack(small[s.name]) if s.codec else values[s.name].astype(s.dtype)
             for s in plan.slots
         )
-        return Result(reference.emit(plan, leaf.p, moved), LeafState(slots, stored, correction))
+        update = reference.emit(plan, leaf.p, moved)
+        return Leaf(p=update, slots=slots, scales=stored, correction=correction)

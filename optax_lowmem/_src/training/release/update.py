@@ -12,9 +12,9 @@ from optax_lowmem._src.arrays import random
 from optax_lowmem._src.arrays.shards import Shards
 from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import step_arguments
-from optax_lowmem._src.optim.step import LeafPlan, LeafState
-from optax_lowmem._src.optim.step.batch import LeafBatch
-from optax_lowmem._src.optim.step.engine import Engine, Stepped, count_and_keys, step_leaves
+from optax_lowmem._src.optim.step import LeafPlan
+from optax_lowmem._src.optim.step.engine import Engine, count_and_keys, step_leaves
+from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.rule import MatrixRule, UpdateRule
 from optax_lowmem._src.optim.wrappers.chain import clipping_factor, norm_of
 from optax_lowmem._src.training.release.model import Parts, Stack
@@ -106,7 +106,7 @@ def write_layer(tree: object, parts: object, layer: jax.Array, layers: int) -> A
 
 
 # weights, states, states of block-wise slots
-LeafArrays = tuple[list[jax.Array], list[LeafState], list[LeafState]]
+LeafArrays = tuple[list[jax.Array], list[Leaf], list[Leaf]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,7 +159,7 @@ class Update:
 
     def layer(
         self, stack: Stack, layer: jax.Array, gradients: list[jax.Array], leaves: LeafArrays
-    ) -> Stepped:
+    ) -> LeafArrays:
         """Step one layer and return its new (weights, states, block-wise states).
 
         `leaves` are the old ones, with a layer axis of size 1.
@@ -182,7 +182,7 @@ class Update:
 
     def rest(
         self, indices: Sequence[int], gradients: list[jax.Array], leaves: LeafArrays
-    ) -> Stepped:
+    ) -> LeafArrays:
         """Step leaves of the rest and return their new (weights, states, block-wise states)."""
         plans = [self.plans.whole[i] for i in indices]
         keys = self.keys[jnp.asarray(indices)]
@@ -197,16 +197,21 @@ class Update:
 
     def _step(
         self, plans: list[LeafPlan], gradients: Any, leaves: Any, keys: Any, blockwise_keys: Any
-    ) -> Stepped:
+    ) -> LeafArrays:
         h, (weights, states, blockwise) = self.h, leaves
         if self.limit is not None:
             h = _scaled(h, clipping_factor(self.limit, norm_of(gradients)))
         batch = LeafBatch.of(
-            plans, (gradients, weights, states), h, keys,
-            blockwise=blockwise, blockwise_keys=blockwise_keys,
+            plans,
+            [s._replace(g=g, p=p) for s, g, p in zip(states, gradients, weights, strict=True)],
+            h,
+            keys,
+            blockwise=blockwise,
+            blockwise_keys=blockwise_keys,
             implementation=step_arguments.current().implementation,
-        )  # fmt: skip
-        return step_leaves(self.plans.engine.rule, batch)
+        )
+        new, blockwise = step_leaves(self.plans.engine.rule, batch)
+        return [leaf.p for leaf in new], [leaf.state for leaf in new], blockwise
 
 
 def _scaled(h: Arrays, factor: jax.Array | None) -> Arrays:

@@ -23,11 +23,9 @@ from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.optim.step import reference, tuning, xla
-from optax_lowmem._src.optim.step.batch import (
+from optax_lowmem._src.optim.step.leaf import (
     Leaf,
     LeafBatch,
-    LeafState,
-    Result,
     aliases,
     output,
     restored,
@@ -91,12 +89,11 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     form = dataclasses.replace(plan, shape=shape).storage
     scales: Any = tuple(like((ROWS,), slot.scales.dtype) for slot in form if slot.scales.ndim)
     correction: Any = None if plan.split is None else like(shape, plan.split.dtype)
-    state = LeafState(tuple(slot.codes for slot in form), scales, correction)
-    arrays: Any = like(shape, jnp.float32), like(shape, plan.dtype), state
-    leaf = Leaf(*arrays)
+    codes = tuple(slot.codes for slot in form)
+    leaf = Leaf(like(shape, jnp.float32), like(shape, plan.dtype), codes, scales, correction)
     bits = like((ROWS, 1), jnp.uint32), like((plan.group_size,), jnp.uint32)
 
-    def step(leaf: Leaf, seeds: Any) -> Result:
+    def step(leaf: Leaf, seeds: Any) -> Leaf:
         given = seeds if plan.noisy else None
         with numerics.kernel_arithmetic(ARITHMETIC):
             return reference.step_tile(rule, plan, leaf, AnyHyperparameters(), given)
@@ -134,7 +131,7 @@ def launch(
     lane_seeds: jax.Array,
     elements: int,
     interpret: Any = False,
-) -> Result:
+) -> Leaf:
     """Step one leaf.
 
     `row_key` is the key of the random bits R, `lane_seeds` are C from `register_seeds`. A block has
@@ -148,7 +145,7 @@ def launch(
     viewed = views.view(plan, blocks, leaf)
     results = output(plan, viewed)
     specs = views.specs(plan, blocks, viewed)
-    out_specs = Result(specs.g, specs.state)
+    out_specs = specs.state._replace(p=specs.g)
     scratch = kernel.scratch()
     trees = viewed, results, scratch
     flat = [jax.tree.leaves(tree) for tree in trees]
@@ -175,13 +172,13 @@ def launch(
         interpret=interpret,
         name="fused_update",
     )(scalars, row_key[None], lane_seeds[None], *views.in_hbm(flat[0], interpret))
-    result: Result = jax.tree.unflatten(jax.tree.structure(results), outputs)
-    pairs = zip(result.state.scales, leaf.state.scales, strict=True)
+    result: Leaf = jax.tree.unflatten(jax.tree.structure(results), outputs)
+    pairs = zip(result.scales, leaf.scales, strict=True)
     scales = tuple(views.scales_of(blocks, *pair) for pair in pairs)
-    return restored(plan, leaf, Result(result.update, result.state._replace(scales=scales)))
+    return restored(plan, leaf, result._replace(scales=scales))
 
 
-def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> list[Result]:
+def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> list[Leaf]:
     """Step each parameter in a separate launch, which costs almost nothing on a TPU."""
     group_size = batch.plans[0].group_size
     elements = tuning.resolve(tuned, NAME, len(batch.plans[0].slots), group_size).tile.elements
@@ -193,7 +190,7 @@ def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> lis
         by_kernel = functools.partial(_step_by_kernel, rule, batch.plans[i], elements)
         by_xla = functools.partial(_step_by_xla, rule, batch.plans[i])
         keys = batch.keys[number], row_keys[number], lane_seeds[number]
-        arrays = batch.leaf(i), batch.h(i), keys
+        arrays = batch.leaves[i], batch.h(i), keys
         results.append(with_fallback("tpu", by_kernel, by_xla, *arrays))
     return results
 
@@ -203,15 +200,15 @@ Keys = tuple[jax.Array, jax.Array, jax.Array]  # a leaf's key, its key of R, its
 
 def _step_by_kernel(
     rule: UpdateRule, plan: LeafPlan, elements: int, leaf: Leaf, h: Arrays, keys: Keys
-) -> Result:
+) -> Leaf:
     names = tuple(sorted(h))
     scalars = jnp.stack([h[name] for name in names])
     with platform.targeting(leaf.g), scope([plan.path], NAME):
         result = launch(rule, plan.nameless, leaf, names, scalars, *keys[1:], elements)
-    return result._replace(update=reference.emit(plan, leaf.p, result.update))
+    return result._replace(p=reference.emit(plan, leaf.p, result.p))
 
 
-def _step_by_xla(rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Arrays, keys: Keys) -> Result:
+def _step_by_xla(rule: UpdateRule, plan: LeafPlan, leaf: Leaf, h: Arrays, keys: Keys) -> Leaf:
     with scope([plan.path], "xla"):
-        result: Result = xla.plain(rule, plan.nameless, leaf, h, keys[0])
+        result: Leaf = xla.plain(rule, plan.nameless, leaf, h, keys[0])
     return result

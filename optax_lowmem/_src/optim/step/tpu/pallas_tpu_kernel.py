@@ -15,7 +15,7 @@ from optax_lowmem._src.arrays.block import product
 from optax_lowmem._src.arrays.codecs import GroupCodec
 from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.optim.step import reference
-from optax_lowmem._src.optim.step.batch import Leaf, LeafState
+from optax_lowmem._src.optim.step.leaf import Leaf
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import UpdateRule
 from optax_lowmem._src.optim.step.tpu import lanes
@@ -131,13 +131,13 @@ class Kernel:
 
             lax.fori_loop(0, self.blocks.block_rows // ROWS, body, None)
             if self.blocks.transposed:
-                for name, ref in zip(self.codecs, written.state.scales, strict=True):
+                for name, ref in zip(self.codecs, written.scales, strict=True):
                     scales = scratch.scales[name][...].T[: self.blocks.block_groups]
                     ref[...] = scales.astype(ref.dtype)
 
     def decode(self, read: Any, scratch: Scratch) -> None:
         """Decode the scales of a block, and transpose its values per row, to scratch memory."""
-        for (name, codec), ref in zip(self.codecs.items(), read.state.scales, strict=True):
+        for (name, codec), ref in zip(self.codecs.items(), read.scales, strict=True):
             self.decode_scales(codec, ref, scratch.units[name])
         if scratch.of_rows is not None:
             shape = (LANES, self.blocks.block_rows)
@@ -166,7 +166,7 @@ class Rows:
     key: Any  # key of the random bits R
     lane_seeds: Any  # C of a register's or a larger group's lanes, [1, lanes]
     read: Any  # references to the operands, as a `Leaf`
-    written: Any  # references to the results, as a `Result`
+    written: Any  # references to the results, as a `Leaf`
     scratch: Scratch  # references to scratch memory
 
     @property
@@ -210,17 +210,17 @@ class Rows:
         def elements(ref: Any, register: jax.Array = layout.register) -> jax.Array:
             return ref[self.rows, columns_of(register)]
 
-        state, of_block = self.read.state, []
-        g, p, correction = jax.tree.map(elements, (self.read.g, self.read.p, state.correction))
+        read, of_block = self.read, []
+        g, p, correction = jax.tree.map(elements, (read.g, read.p, read.correction))
         several = (slot.codes_per_byte for slot in self.kernel.plan.slots)
-        slots = zip(state.slots, several, strict=True)
+        slots = zip(read.slots, several, strict=True)
         stored = tuple(elements(ref, _byte(layout.register, codes)) for ref, codes in slots)
         if self.scratch.of_rows is not None:
             of_block.append(self.scratch.of_rows[self.rows, :])
-        if self.read.of_block is not None and self.read.of_block.columns is not None:
-            of_block.append(self.read.of_block.columns[self.repeated, columns_of(layout.register)])
-        state = LeafState(stored, (), correction)  # `units` replace the scales
-        return Leaf(g, p, state, product(of_block) if of_block else None)
+        if read.of_block is not None and read.of_block.columns is not None:
+            of_block.append(read.of_block.columns[self.repeated, columns_of(layout.register)])
+        # without scales, which `units` replace
+        return Leaf(g, p, stored, (), correction, product(of_block) if of_block else None)
 
     @functools.cached_property
     def row_seeds(self) -> jax.Array | None:
@@ -249,15 +249,15 @@ class Rows:
             spans: dict[str, list[Any]] = {name: [] for name in kernel.codecs}
             for layout in self.registers_of(j):
                 leaf, columns = self.load(layout), layout.columns
-                correction = leaf.state.correction
+                correction = leaf.correction
                 moved, values = reference.advance(kernel.rule, plan, leaf, self.h, layout, units)
                 if leaf.p is not None:
                     own = reference.master_bits(plan, self.seeds(layout), layout)
                     moved, correction = reference.move(plan, leaf.p, moved, correction, own)
-                update = self.written.update
+                update = self.written.p
                 update[self.rows, columns] = moved.astype(update.dtype)
                 if correction is not None:
-                    self.written.state.correction[self.rows, columns] = correction
+                    self.written.correction[self.rows, columns] = correction
                 for name, value in values.items():
                     scratch.values[name][:, columns] = value
                 for name, codec in kernel.codecs.items():
@@ -289,7 +289,7 @@ class Rows:
             if blocks.transposed:
                 self.scratch.scales[name][self.rows, :] = stored.astype(_word(stored.dtype))
             else:
-                self.written.state.scales[i][self.rows, :] = stored[:, : blocks.block_groups]
+                self.written.scales[i][self.rows, :] = stored[:, : blocks.block_groups]
             measured[name] = None, divisor
         return measured
 
@@ -306,7 +306,7 @@ class Rows:
                 slots, _ = reference.encode_slots(plan, values, seeds, layout, measured)
                 for registers, codes in zip(stored, slots, strict=True):
                     registers.append(codes)
-            rows = zip(plan.slots, self.written.state.slots, stored, strict=True)
+            rows = zip(plan.slots, self.written.slots, stored, strict=True)
             for slot, ref, registers in rows:
                 several = slot.codes_per_byte
                 for first in range(0, len(registers), several):

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.arrays.block import Block, product
-from optax_lowmem._src.optim.step.batch import Leaf, LeafState
+from optax_lowmem._src.optim.step.leaf import Leaf
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.tpu.lanes import LANES, ROWS, Blocks
 
@@ -101,11 +101,10 @@ def view(plan: LeafPlan, blocks: Blocks, leaf: Leaf) -> Leaf:
     # Mosaic does not support float16: https://github.com/pytorch/helion/pull/3204
     g = numerics.widen(leaf.g) if leaf.g.dtype == jnp.float16 else leaf.g
     g, p, correction, slots = jax.tree.map(
-        lambda x: x.reshape(blocks.rows, -1), (g, leaf.p, leaf.state.correction, leaf.state.slots)
+        lambda x: x.reshape(blocks.rows, -1), (g, leaf.p, leaf.correction, leaf.slots)
     )
-    scales = tuple(_scale_view(blocks, x) for x in leaf.state.scales)
-    state = LeafState(slots, scales, correction)
-    return Leaf(g, p, state, _block_values(plan, leaf.of_block))
+    scales = tuple(_scale_view(blocks, x) for x in leaf.scales)
+    return Leaf(g, p, slots, scales, correction, _block_values(plan, leaf.of_block))
 
 
 def _scale_view(blocks: Blocks, scales: jax.Array) -> jax.Array:
@@ -171,8 +170,8 @@ def specs(plan: LeafPlan, blocks: Blocks, viewed: Leaf) -> Leaf:
         )
         of_block = OfBlock(None if of_block.rows is None else of_rows, of_columns)
     like, slots = jax.tree.map(lambda _: elements(), viewed._replace(of_block=None)), plan.slots
-    state = like.state._replace(
+    return like._replace(
         slots=tuple(elements(slot.codes_per_byte) for slot in slots),
-        scales=tuple(_scale_spec(blocks) for _ in viewed.state.scales),
+        scales=tuple(_scale_spec(blocks) for _ in viewed.scales),
+        of_block=of_block,
     )
-    return like._replace(state=state, of_block=of_block)

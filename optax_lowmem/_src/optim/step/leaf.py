@@ -11,94 +11,78 @@ import jax.numpy as jnp
 from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.arrays.varying import result_like
 from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.rule import OF_BLOCK
-
-
-class LeafState(NamedTuple):
-    """The stored state of a parameter; tuples are in the order of `LeafPlan.slots`."""
-
-    slots: tuple[jax.Array, ...]  # codes, or values without a codec
-    scales: tuple[jax.Array, ...]  # of the slots with a codec: shape[:-1] + (groups,)
-    correction: jax.Array | None = None  # of the parameter's shape
 
 
 class Leaf(NamedTuple):
-    """The arrays that the step of a parameter, or of a kernel's tile of it, reads."""
+    """The arrays of a parameter, or of a kernel's tile of it, before a step or after it.
 
-    g: jax.Array  # gradient, f32 or 16-bit, of the parameter's shape
-    p: jax.Array | None  # parameter; None to return the rule's direction
-    state: LeafState
+    A part of them is the stored state: `slots`, `scales` and `correction`. The state of block-wise
+    slots is a leaf with `slots` and `scales`.
+    """
+
+    g: Any = None  # gradient, f32 or 16-bit, of the parameter's shape; None after a step
+    # the parameter, or None to return the rule's direction; after a step the update, or the new
+    # parameter if the plan `returns_params`
+    p: Any = None
+    slots: tuple[Any, ...] = ()  # codes, or values without a codec, in the order of the plan's
+    scales: tuple[Any, ...] = ()  # of the slots with a codec: shape[:-1] + (groups,)
+    correction: Any = None  # of the parameter's shape
     of_block: Any = None  # `Block.operands`: values shared by the elements of a block
 
     @property
-    def result_like(self) -> "Result":
-        """Arrays whose shapes and shardings are those of the result."""
-        return Result(self.g if self.p is None else self.p, self.state)
+    def result_like(self) -> "Leaf":
+        """Arrays whose shapes and shardings are those of the leaf after the step."""
+        return self._replace(g=None, p=self.g if self.p is None else self.p, of_block=None)
 
-
-class Result(NamedTuple):
-    """The arrays that a step writes."""
-
-    update: jax.Array  # or the new parameter, if the plan `returns_params`
-    state: LeafState
+    @property
+    def state(self) -> "Leaf":
+        """The stored state alone."""
+        return Leaf(slots=self.slots, scales=self.scales, correction=self.correction)
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["gradients", "weights", "states", "hyperparameters", "operands", "keys",
-                 "blockwise", "blockwise_keys"],
+    data_fields=["leaves", "hyperparameters", "own", "keys", "blockwise", "blockwise_keys"],
     meta_fields=["plans", "numbers", "implementation"],
-)  # fmt: skip
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafBatch:
     """The operands of a step: one entry per parameter in each list."""
 
     plans: tuple[LeafPlan, ...]  # static choices
-    gradients: list[jax.Array]  # f32 or 16-bit, of the parameters' shapes
-    weights: list[Any]  # the parameters; each None to return the rule's direction
-    states: list[LeafState]  # stored slots, scales and corrections
+    leaves: list[Leaf]
     hyperparameters: Arrays  # f32 scalars of the step
-    # additional hyperparameters of each entry, which override the shared ones
-    operands: list[Arrays]
+    own: list[Arrays]  # scalar hyperparameters of each entry, which override the shared ones
     keys: jax.Array  # random keys, uint32 [n] or [n, 2]; entry i uses `keys[numbers[i]]`
     numbers: tuple[int, ...]  # index of each entry's key
     # the implementation that the caller chose, or None for the fastest
     implementation: str | None = None
-    # stored block-wise slots; their corrections are not used. Empty if the step does not read them
-    blockwise: list[LeafState] = dataclasses.field(default_factory=list)
+    # states of block-wise slots. Empty if the step does not read them
+    blockwise: list[Leaf] = dataclasses.field(default_factory=list)
     blockwise_keys: jax.Array | None = None  # like `keys`, for block-wise slots
 
     @classmethod
     def of(
         cls,
         plans: Sequence[LeafPlan],
-        leaves: tuple[list[jax.Array], list[Any], list[LeafState]],
+        leaves: list[Leaf],
         hyperparameters: Arrays,
         keys: jax.Array,
         **others: Any,
     ) -> "LeafBatch":
-        """Return the batch of (gradients, weights, states), whose entry i uses `keys[i]`."""
-        gradients, weights, states = leaves
+        """Return the batch of leaves whose entry i uses `keys[i]`."""
         return cls(
-            plans=tuple(plans), gradients=gradients, weights=weights, states=states,
-            hyperparameters=hyperparameters, keys=keys,
-            **{"operands": [{}] * len(plans), "numbers": tuple(range(len(plans))), **others},
+            plans=tuple(plans), leaves=leaves, hyperparameters=hyperparameters, keys=keys,
+            **{"own": [{}] * len(plans), "numbers": tuple(range(len(plans))), **others},
         )  # fmt: skip
 
-    def leaf(self, i: int) -> Leaf:
-        """Return the arrays of an entry."""
-        of_block = self.operands[i].get(OF_BLOCK)
-        return Leaf(self.gradients[i], self.weights[i], self.states[i], of_block)
-
-    def h(self, i: int) -> dict[str, jax.Array]:
+    def h(self, i: int) -> Arrays:
         """Return the scalar hyperparameters of an entry."""
-        h = {**self.hyperparameters, **self.operands[i]}
-        return {name: value for name, value in h.items() if name != OF_BLOCK}
+        return {**self.hyperparameters, **self.own[i]}
 
     def take(self, indices: Sequence[int]) -> "LeafBatch":
         """Select entries by index; the keys of all entries are kept."""
-        names = ["gradients", "weights", "states", "operands"]
-        names += ["blockwise"] if self.blockwise else []
+        names = ["leaves", "own"] + (["blockwise"] if self.blockwise else [])
         columns: dict[str, Any] = {
             name: [getattr(self, name)[i] for i in indices] for name in names
         }
@@ -126,20 +110,20 @@ class LeafBatch:
 
 
 def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
-    """Return the dtype of `Result.update`, the weight's if the plan writes it."""
+    """Return the dtype of a kernel's result `p`, the weight's if the plan writes it."""
     if p is None:
         return plan.update_dtype
     return p.dtype if plan.returns_params or plan.writes_weight else plan.update_dtype
 
 
-def output(plan: LeafPlan, viewed: Leaf) -> Any:
+def output(plan: LeafPlan, viewed: Leaf) -> Leaf:
     """Return the shapes and dtypes of a kernel's results for the views of a leaf."""
-    update: Any = result_like(viewed.g, dtype=update_dtype(plan, viewed.p))
-    return Result(update, jax.tree.map(result_like, viewed.state))
+    update = result_like(viewed.g, dtype=update_dtype(plan, viewed.p))
+    return jax.tree.map(result_like, viewed.state)._replace(p=update)
 
 
 def aliases(
-    plan: LeafPlan, inputs: Sequence[Leaf], outputs: Sequence[Result], first: int
+    plan: LeafPlan, inputs: Sequence[Leaf], outputs: Sequence[Leaf], first: int
 ) -> dict[int, int]:
     """Return `input_output_aliases` for the state, and for the weight if plans `returns_params`."""
     numbered: list[Any] = []
@@ -151,11 +135,11 @@ def aliases(
         pairs = zip(jax.tree.leaves(leaf.state), jax.tree.leaves(result.state), strict=True)
         results.update(pairs)
         if plan.returns_params:
-            results[leaf.p] = result.update
+            results[leaf.p] = result.p
     return results
 
 
-def restored(plan: LeafPlan, leaf: Leaf, result: Result) -> Result:
+def restored(plan: LeafPlan, leaf: Leaf, result: Leaf) -> Leaf:
     """Reshape the results of a kernel to the shapes of their leaf."""
     state = jax.tree.map(lambda new, old: new.reshape(old.shape), result.state, leaf.state)
-    return Result(result.update.reshape(plan.shape), state)
+    return state._replace(p=result.p.reshape(plan.shape))
