@@ -118,8 +118,8 @@ def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
 
 def output(plan: LeafPlan, viewed: Leaf) -> Leaf:
     """Return the shapes and dtypes of a kernel's results for the views of a leaf."""
-    update = result_like(viewed.g, dtype=update_dtype(plan, viewed.p))
-    return jax.tree.map(result_like, viewed.state)._replace(p=update)
+    state: Leaf = jax.tree.map(result_like, viewed.state)
+    return state._replace(p=result_like(viewed.g, dtype=update_dtype(plan, viewed.p)))
 
 
 def aliases(
