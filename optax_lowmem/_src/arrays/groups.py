@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.arrays.typing import PyTree, Tree
+from optax_lowmem._src.arrays.typing import Tree
 
 
 def group_count(length: int, group_size: int) -> int:
