@@ -272,11 +272,11 @@ def test_reasons(without_pallas_triton, monkeypatch):
 
     def reasons():
         return [
-            group_codec.supported(x, 32, codecs.softsign()),
+            group_codec.unsupported(x, 32, codecs.softsign()),
             noise.no_kernel_reason(x, x.shape, F32),
-            fp8.supported(x, 16),
+            fp8.unsupported(x, 16),
             dispatch._rows_reason(x),
-            block_means.supported(Block((0,)), x),
+            block_means.unsupported(Block((0,)), x),
         ]
 
     assert reasons() == [None] * 5
@@ -296,7 +296,7 @@ class SortedCodec(codecs.CODECS["linear-int8"].__class__):
 
 def test_a_codec_with_no_form_is_named(without_pallas_triton):
     own = SortedCodec(scale=codecs.linear().scale)
-    reason = group_codec.supported(array(4, 64), 32, own)
+    reason = group_codec.unsupported(array(4, 64), 32, own)
     assert reason == f"{own.name} uses `sort`, which generated Triton does not support"
     with pytest.raises(ValueError, match="'triton' does not support.*`sort`"):
         group_codec.encode(own, jnp.ones((4, 64)), implementation="triton")

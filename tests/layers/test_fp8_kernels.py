@@ -264,8 +264,8 @@ def test_what_is_left_to_xla(on_a_gpu):
     assert lowered((7, 100), group_size=12) == []
     assert lowered((2, 1 << 16)) == ["fp8_store_gated"]  # rows longer than a program's
     x = jax.ShapeDtypeStruct((2, 8), jnp.int8)
-    assert "int8 is not one of" in kernels.supported(x, 16)
-    assert "0 elements" in kernels.supported(jax.ShapeDtypeStruct((0, 8), jnp.float32), 16)
+    assert "int8 is not one of" in kernels.unsupported(x, 16)
+    assert "0 elements" in kernels.unsupported(jax.ShapeDtypeStruct((0, 8), jnp.float32), 16)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_xla_uses_what_is_stored(function):
 
 def test_left_to_xla_without_a_gpu():
     assert lowered((128, 256)) == []
-    assert "the default backend is cpu" in kernels.supported(jnp.ones(8), 16)
+    assert "the default backend is cpu" in kernels.unsupported(jnp.ones(8), 16)
 
 
 def test_on_a_mesh(on_a_gpu):

@@ -163,13 +163,13 @@ def test_what_is_not_finite_shows():
 def test_formats(name, shape):
     to, (w, bits) = FORMATS[name], drawn(shape)
     w = w.at[..., 3, 5].set(0.0)
-    wanted = oracle.cast(f64(w), to.mantissa, to.ranges, to.largest)
+    wanted = oracle.cast(f64(w), to.mantissa, to.binades, to.largest)
     np.testing.assert_array_equal(f64(gaussws.fake_cast(w, name)), wanted)
     key = jax.random.key(0)
     wide = sample(w, bits, key, compute="float32")
     found = sample(w, bits, key, compute=name)
     assert found.dtype == jnp.bfloat16
-    wanted = oracle.cast(f64(wide), to.mantissa, to.ranges, to.largest)
+    wanted = oracle.cast(f64(wide), to.mantissa, to.binades, to.largest)
     np.testing.assert_array_equal(f64(found), wanted)
 
 

@@ -108,14 +108,18 @@ class Shards:
 
     def replicate(self, d: int) -> "Shards":
         """Return the shards with dimension `d` replicated."""
-        return self._replace(d, 1, np.zeros_like(self.index[d]))
+        return self._with(d, 1, np.zeros_like(self.index[d]))
 
     def move(self, d: int, to: int) -> "Shards":
-        """Return the shards with dimension `d` replicated and each part of `to` divided."""
-        index = np.asarray(self.index[to]) * self.parts[d] + np.asarray(self.index[d])
-        return self.replicate(d)._replace(to, self.parts[to] * self.parts[d], index)
+        """Return the shards with dimension `d` replicated and each part of `to` divided.
 
-    def _replace(self, d: int, parts: int, index: np.ndarray) -> "Shards":
+        For shards by device, not by the names of mesh axes.
+        """
+        index = np.asarray(self.index[to]) * self.parts[d] + np.asarray(self.index[d])
+        return self.replicate(d)._with(to, self.parts[to] * self.parts[d], index)
+
+    def _with(self, d: int, parts: int, index: np.ndarray) -> "Shards":
+        """Return the shards with other `parts` and `index` of dimension `d`."""
         return Shards(
             (*self.parts[:d], parts, *self.parts[d + 1 :]),
             (*self.index[:d], index, *self.index[d + 1 :]),

@@ -48,7 +48,7 @@ _encode_by_xla = jax.jit(encode_plain, static_argnames=("codec", "group_size", "
 _decode_by_xla = jax.jit(decode_array, static_argnames=("codec", "group_size", "length"))
 
 
-def supported(x: Shaped, group_size: int, codec: GroupCodec | None = None) -> str | None:
+def unsupported(x: Shaped, group_size: int, codec: GroupCodec | None = None) -> str | None:
     """Return why no kernel supports an array on this platform, or None if one does.
 
     `x` may be values or codes; without a codec, the answer is for any with one code per byte.
@@ -84,7 +84,7 @@ def _array_reason(
 def _choose(codec: GroupCodec, x: Shaped, group_size: int, implementation: str | None) -> str:
     """Return the implementation for an array; raise if the requested one does not support it."""
     if implementation is None:
-        return "xla" if supported(x, group_size, codec) else platform.backend()
+        return "xla" if unsupported(x, group_size, codec) else platform.backend()
     if implementation not in IMPLEMENTATIONS:
         names = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"implementation must be {names} or None, got {implementation!r}")

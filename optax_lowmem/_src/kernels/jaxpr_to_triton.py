@@ -348,14 +348,15 @@ def function(closed: Jaxpr, name: str, parameters: Sequence[str], fp8: bool = Tr
 
 
 def kernel(
-    closed: Jaxpr, name: str, parameters: Sequence[str], arguments: Sequence[str], fp8: bool = True
+    closed: Jaxpr, name: str, parameters: Sequence[str], inputs: Sequence[str], fp8: bool = True
 ) -> str:
-    """Return the source of a `triton.jit` kernel, from the jaxpr of a function of pointers.
+    """Return the source of a `triton.jit` kernel whose body is a jaxpr.
 
-    `arguments` are the parameters that are the jaxpr's inputs; `fp8`: as in `function`.
+    The jaxpr loads and stores through pointers, and returns nothing. `parameters` are the kernel's;
+    `inputs` names the parameter of each input of the jaxpr. `fp8` is as in `function`.
     """
     writer = _Writer(fp8)
-    writer.body(closed, arguments)
+    writer.body(closed, inputs)
     return _source(name, parameters, writer.lines)
 
 

@@ -39,8 +39,8 @@ class Policy(ShowsChanges):
     def __post_init__(self) -> None:
         if not isinstance(self.min_size, int) or self.min_size < 0:
             raise ValueError(f"Policy.min_size is a number of elements >= 0, got {self.min_size!r}")
-        check_mask("Policy.mask", self.mask, "exclude=('*{}*',)")
-        # a list would not be hashable
+        check_mask("Policy.mask", self.mask, "exclude=('*{}*',)")  # what to use instead
+        # as a tuple, since a list is not hashable
         object.__setattr__(self, "exclude", patterns.checked("Policy.exclude", self.exclude))
 
     def reason(

@@ -67,7 +67,7 @@ class AffineCodec(GroupCodec):
 
     def scaled(self, ends: tuple[jax.Array, ...]) -> tuple[jax.Array, Grid]:
         """Return stored scales and zero-points, and grids for `quantize`."""
-        return self._guarded(*ends) if self.guarded else self._paper(*ends)
+        return self._guarded(*ends) if self.guarded else self._as_published(*ends)
 
     def _guarded(self, *ends: jax.Array) -> tuple[jax.Array, Grid]:
         """Use a range that includes 0, in 254 steps: one code is spare for rounding z."""
@@ -84,14 +84,23 @@ class AffineCodec(GroupCodec):
         zero = numerics.round_to_int(jnp.clip(128 + jnp.floor(shift), 0, 255))
         return self.scale.encode(bits, zero), Grid(inverse, (zero - 128).astype(jnp.float32))
 
-    def _paper(self, high: jax.Array, low: jax.Array, absmax: jax.Array) -> tuple[jax.Array, Grid]:
-        """Follow the reference implementation: if the range excludes 0, z is clipped to an end."""
+    def _as_published(
+        self, high: jax.Array, low: jax.Array, magnitude: jax.Array
+    ) -> tuple[jax.Array, Grid]:
+        """Follow the reference implementation: if the range excludes 0, z is clipped to an end.
+
+        The stored scale has 24 bits; codes are computed with the whole one. `magnitude` is the
+        largest of |x| as bits.
+        """
         step = jnp.maximum(high - low, jnp.float32(_PAPER_MIN_RANGE)) / 255
-        # max and min skip NaN on a GPU, where rounding up would also overflow the NaN of inf - inf
+        # a GPU's max and min skip NaN, so only the magnitude shows it. The NaN is set here, since
+        # rounding up would overflow the NaN of inf - inf
         # https://github.com/triton-lang/triton/pull/7349
-        finite = absmax.astype(jnp.uint32) < jnp.uint32(numerics.INF_BITS)
+        finite = magnitude.astype(jnp.uint32) < jnp.uint32(numerics.INF_BITS)
         step = jnp.where(finite, step, jnp.float32(jnp.nan))
-        zero = jnp.clip(numerics.round_to_int(jnp.clip(-low / step, -_FAR, _FAR)), 0, 255)
+        zero = jnp.clip(
+            numerics.round_to_int(jnp.clip(-low / step, -_FAR, _FAR)), 0, 255
+        )  # z + 128
         bits = ((numerics.to_bits(step) + 0x40) >> 7) << 7
         return self.scale.encode(bits, zero), Grid(step, (zero - 128).astype(jnp.float32))
 

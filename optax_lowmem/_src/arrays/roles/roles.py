@@ -193,7 +193,7 @@ def layer_block(leaf: ModuleLeaf, text: str, axes: tuple[int, ...], reason: str)
     return Block(tuple(leaf.inner[a] for a in axes), description=text, reason=because(leaf, reason))
 
 
-def layered(leaf: ModuleLeaf) -> ModuleLeaf:
+def with_first_axis_stacked(leaf: ModuleLeaf) -> ModuleLeaf:
     """Mark the first axis as stacked layers, for a leaf whose rank is one too high."""
     return leaf.stack(leaf.inner[0], "one axis more than it needs: the first stacks layers")
 
@@ -272,18 +272,22 @@ def _common_axis(group: list[ModuleLeaf]) -> int | None:
 
 
 def _by_biases(leaves: Leaves) -> Leaves:
-    """Add the stacked axis that a kernel and its bias share, as in (3, 16, 48) and (3, 48)."""
+    """Mark axis 0 as stacked in a kernel and its bias that share it, as (3, 16, 48) and (3, 48).
+
+    A bias with the last axes of its kernel, as (4, 8) of (4, 4, 8), has several output axes
+    instead.
+    """
     result = dict(leaves)
     for leaf in leaves.values():
         bias = bias_of(leaf, leaves)
         if bias is None or leaf.stacked or bias.stacked:
             continue
-        kernel, features = leaf.shape, bias.shape
+        kernel, of_bias = leaf.shape, bias.shape
         if (
-            1 < len(features) < len(kernel)
-            and kernel[0] == features[0]
-            and kernel[1 - len(features) :] == features[1:]
-            and kernel[-len(features) :] != features
+            1 < len(of_bias) < len(kernel)
+            and kernel[0] == of_bias[0]
+            and kernel[1 - len(of_bias) :] == of_bias[1:]
+            and kernel[-len(of_bias) :] != of_bias
         ):
             for one in (leaf, bias):
                 result[one.path] = one.stack(0, "axis 0 is stacked in the kernel and its bias")
@@ -420,10 +424,14 @@ def has_query_and_key(leaf: ModuleLeaf, leaves: Leaves) -> bool:
 
 
 def role_of(leaf: ModuleLeaf, leaves: Leaves) -> Role:
-    """Return the role of a leaf; its first axis stacks layers if its kind has one axis fewer."""
+    """Return the role of a leaf.
+
+    If it has one axis more than its kind can have (`most_axes`), besides the axes that are known to
+    stack layers, then its first axis stacks layers, too.
+    """
     kind, reason = _kind(leaf, leaves)
     if len(leaf.inner_shape) == 1 + most_axes(kind, leaf, leaves):
-        leaf = layered(leaf)
+        leaf = with_first_axis_stacked(leaf)
     return Role(kind, leaf, reason)
 
 

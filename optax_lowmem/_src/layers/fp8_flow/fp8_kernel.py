@@ -103,12 +103,17 @@ def store_normed(
 
 
 def _gate_body(
-    activation: str, exact: bool, tiling: Tiling, inputs: int, program: Program, *arrays: Operand
+    activation: str, exact: bool, tiling: Tiling, count: int, program: Program, *arrays: Operand
 ) -> None:
+    """Store each input of a tile as codes and scales, and the output's largest magnitude.
+
+    `arrays` are the `count` inputs, codes and scales of each (none if they are not kept), and the
+    maxima. Unless `exact`, the output is that of the decoded inputs.
+    """
     tile = program.index()
     place = gpu_kernel.Place.of(tiling, tile)
-    values, stored_at = [], arrays[inputs:-1]
-    for i in range(inputs):
+    values, stored_at = [], arrays[count:-1]
+    for i in range(count):
         x = numerics.widen(place.load(arrays[i]))
         if stored_at:
             codes_at, scales_at = stored_at[2 * i : 2 * i + 2]

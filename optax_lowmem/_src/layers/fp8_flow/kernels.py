@@ -196,12 +196,12 @@ def lowers(activation: str) -> bool:
     return activation not in _NOT_LOWERED[platform.backend()]
 
 
-def supported(
+def unsupported(
     x: jax.Array | jax.ShapeDtypeStruct, group_size: int, whole_rows: bool = False
 ) -> str | None:
-    """Return why the kernels cannot store this array, or its shape, or None if they can.
+    """Return why the kernels cannot store an array of this shape, or None if they can.
 
-    With `whole_rows` one program needs a whole row, as in norms.
+    With `whole_rows` one program reads a whole row, as in norms, and rows have a largest length.
     """
     reason = platform.no_array_reason(x)
     if reason is not None:
@@ -219,7 +219,7 @@ def store_normed(
     """Compute `store_normed_plain`, with one kernel that reads x once where it is supported."""
     static: dict[str, Any] = {"eps": eps, "group_size": group_size, "exact": exact, "keep": keep}
     plain: Callable[..., PyTree] = partial(store_normed_plain, **static)
-    if supported(x, group_size, whole_rows=True) is not None:
+    if unsupported(x, group_size, whole_rows=True) is not None:
         return plain(x, scale)
     from optax_lowmem._src.layers.fp8_flow import fp8_kernel
 
@@ -251,7 +251,7 @@ def store_gated(
     """Compute `store_gated_plain`, with one kernel that reads each input once where supported."""
     static: dict[str, Any] = {"group_size": group_size, "exact": exact, "keep": keep}
     static["activation"] = activation
-    if not lowers(activation) or supported(given[0], group_size) is not None:
+    if not lowers(activation) or unsupported(given[0], group_size) is not None:
         return store_gated_plain(given, **static)
     from optax_lowmem._src.layers.fp8_flow import fp8_kernel
 

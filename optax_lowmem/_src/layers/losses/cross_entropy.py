@@ -398,13 +398,14 @@ def _sum_forward(
 
 
 def _sum_backward(loss: _Loss, saved: PyTree, g: PyTree) -> tuple[PyTree, ...]:
+    """Multiply the gradients that the forward pass computed by the scalar `g`."""
     if _is_zero(g):
         return None, None, None, None
-    of_hidden, of_head, of_weights = saved
+    of_hidden, of_head, of_weights = saved  # the last are the losses
     if of_hidden is not None:
         of_hidden = (of_hidden * g).astype(of_hidden.dtype)
     if of_head is not None:
-        of_head = (of_head * g).astype(loss.head_dtype)
+        of_head = (of_head * g).astype(loss.head_dtype)  # it was summed in f32
     if of_weights is not None:
         of_weights = of_weights * g
     return of_hidden, of_head, None, of_weights
@@ -513,12 +514,15 @@ def _sweep_device(
     axis = labels.ndim - 1
     given = [None if x is None else _cut(x, axis, number, length) for x in (hidden, labels, scale)]
 
-    def body(total: PyTree, chunk: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-        h, y, s = chunk
-        losses, of_hidden, of_head = _chunk(loss, needed, h, head, codes, y, s)
-        return None if of_head is None else total + of_head, (losses, of_hidden)
+    def add_chunk(head_total: PyTree, chunk: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        """Add a chunk's gradient of the head, if needed; stack its losses and other gradient."""
+        chunk_hidden, chunk_labels, chunk_scale = chunk
+        losses, of_hidden, of_head = _chunk(
+            loss, needed, chunk_hidden, head, codes, chunk_labels, chunk_scale
+        )
+        return None if of_head is None else head_total + of_head, (losses, of_hidden)
 
-    zeros = None
+    head_zeros = None
     if needed.head:
         # one zero that depends on hidden: XLA makes equal constants once, so zeros for the gradient
         # of a tied embedding's lookup would exist from here to the end of the backward pass (no
@@ -526,8 +530,8 @@ def _sweep_device(
         zero = jnp.zeros((), f32_or_more(hidden, head))
         zero = varying.over(zero, varying.axes_of(hidden, head, labels, scale))
         zero = varying.after(zero, hidden)
-        zeros = jnp.broadcast_to(zero, head.shape[::-1] if transposed else head.shape)
-    of_head, (losses, of_hidden) = lax.scan(body, zeros, tuple(given))
+        head_zeros = jnp.broadcast_to(zero, head.shape[::-1] if transposed else head.shape)
+    of_head, (losses, of_hidden) = lax.scan(add_chunk, head_zeros, tuple(given))
     if of_hidden is not None:
         of_hidden = _joined(of_hidden, axis, lead[-1])
     of_head = of_head.T if of_head is not None and transposed else of_head

@@ -159,14 +159,14 @@ def fake_cast(w: jax.Array, to: str | tuple[int, int] | SafeFormat) -> jax.Array
     if isinstance(to, str):
         chosen = formats.format_of(to)
     elif isinstance(to, SafeFormat):
-        chosen = formats.scaled(to.exponent, to.mantissa, to.ranges)
+        chosen = formats.custom(to.exponent, to.mantissa, to.ranges)
     else:
         exponent, mantissa = to
         if not (1 <= exponent <= 5 and 0 <= mantissa <= 20):
             raise ValueError(
                 f"FP takes 1-5 exponent, 0-20 mantissa bits, got {exponent}, {mantissa}"
             )
-        chosen = formats.scaled(exponent, mantissa)
+        chosen = formats.custom(exponent, mantissa)
     wide = numerics.widen(w)
     if isinstance(chosen, formats.Scaled):
         return kernels.cast(wide, chosen, jnp.dtype(jnp.float32))

@@ -25,13 +25,15 @@ class Wide:
 class Scaled:
     r"""FP_{e,m} with a power-of-two scale per block (OCP MX, for blocks of 32 x 32).
 
-    A block's maximum is in the highest of `ranges` binades, each of 2^m numbers; below them are
+    A block's maximum is in the highest of `binades` binades, each of 2^m numbers; below them are
     2^m subnormal numbers. Magnitudes over the largest number saturate.
     """
 
     name: str  # the name in arguments
     mantissa: int  # m, the mantissa bits
-    ranges: int  # number of binades of normal numbers: 2^e - 1, less those reserved for Inf and NaN
+    binades: (
+        int  # number of binades of normal numbers: 2^e - 1, less those reserved for Inf and NaN
+    )
     largest: float  # the largest number, with the highest binade scaled to [1, 2)
 
     def most(self, absmax: jax.Array) -> jax.Array:
@@ -44,7 +46,7 @@ class Scaled:
         `absmax` is the largest magnitude of each value's block. If it is not finite, no result is.
         """
         top, size = _top(absmax), jnp.abs(x)
-        step = jnp.maximum(_exponent(size), top - (self.ranges - 1)) - self.mantissa
+        step = jnp.maximum(_exponent(size), top - (self.binades - 1)) - self.mantissa
         # at most 2^(mantissa + 1) steps, within the range of round_to_int
         low = jnp.clip(step, -126, 126)
         whole = numerics.round_to_int(size * numerics.power_of_two(-low)).astype(jnp.float32)
@@ -68,9 +70,12 @@ def _exponent(x: jax.Array) -> jax.Array:
 Format = Wide | Scaled
 
 
-def scaled(exponent: int, mantissa: int, ranges: int | None = None) -> Scaled:
-    """Return FP_{e,m} with `ranges` normal binades; by default all, without Inf and NaN."""
-    count = (1 << exponent) - 1 if ranges is None else ranges
+def custom(exponent: int, mantissa: int, binades: int | None = None) -> Scaled:
+    """Return FP_{e,m} without Inf and NaN, whose largest number is the last of its highest binade.
+
+    `binades` is the number of normal ones, by default 2^e - 1.
+    """
+    count = (1 << exponent) - 1 if binades is None else binades
     name = f"fp{1 + exponent + mantissa}_e{exponent}m{mantissa}"
     return Scaled(name, mantissa, count, 2 - 2.0**-mantissa)
 

@@ -188,7 +188,11 @@ def _on_shards(
 
 
 def _key_of_shard(key: jax.Array, shards: Shards, shape: tuple[int, ...]) -> jax.Array:
-    """Return the key of this device's shard of an array, whose words are of eight rows."""
+    """Return the key with which this device's shard draws the words that the whole array has there.
+
+    A word serves eight rows. A sharded axis of rows has whole words, and one that is not sharded
+    begins at 0, so the number of words before the shard is exact.
+    """
     *rest, rows, columns = shards.local(shape)
     return random.key_of_part(key, *shards.starts([*rest, rows // EIGHT, columns]))
 

@@ -156,7 +156,7 @@ def _noise_body(
         here.store(out, k, noise.element(prepared, k).astype(out.dtype))
 
 
-def _call(
+def _launch(
     body: Callable[..., None],
     name: str,
     shape: Shape,
@@ -165,13 +165,17 @@ def _call(
     backend: str,
     *operands: jax.Array,
 ) -> list[jax.Array]:
-    """Launch a kernel over strips of [..., m, n]; `operands`: key [1] (or [2]), [layers, ...]."""
-    strips = math.prod(shape[:-2]) * -(-shape[-2] // SIDE)
+    """Call `body(strip, shape, program, *operands, *results)` for each strip of [..., m, n].
+
+    `out` has the results' shapes and dtypes. The first operand is the key, one or two uint32
+    (`random.word_keys_of`); the others are [layers, ...], with a value per element or per block.
+    """
+    rows_of_strips = math.prod(shape[:-2]) * -(-shape[-2] // SIDE)
     return gpu_kernel.launch(
         functools.partial(body, strip, shape),
         operands,
         out,
-        (strips, -(-shape[-1] // strip.columns)),
+        (rows_of_strips, -(-shape[-1] // strip.columns)),
         warps=strip.warps,
         name=name,
         backend=backend,
@@ -204,7 +208,7 @@ def sample(
     )
     body = functools.partial(_sample_body, noise, to)
     operands = key.reshape(-1), of_blocks, *parts
-    sampled, scale = _call(body, "sample_weights", w.shape, out, strip, backend, *operands)
+    sampled, scale = _launch(body, "sample_weights", w.shape, out, strip, backend, *operands)
     return sampled.reshape(w.shape), scale.reshape(factor.shape)
 
 
@@ -218,7 +222,7 @@ def noise_sums(
     out = result_like(g, (rows.shape[0], *blocks[-2:]), jnp.dtype(jnp.float32))
     body = functools.partial(_sums_body, noise)
     operands = key.reshape(-1), rows
-    (result,) = _call(body, "noise_sums", g.shape, [out], strip, backend, *operands)
+    (result,) = _launch(body, "noise_sums", g.shape, [out], strip, backend, *operands)
     return result.reshape(blocks)
 
 
@@ -235,5 +239,5 @@ def noise_of(
     layers = (math.prod(shape[:-2]), *shape[-2:])
     body = functools.partial(_noise_body, noise)
     out = result_like(key, layers, dtype)
-    (result,) = _call(body, "noise", shape, [out], strip, backend, key.reshape(-1))
+    (result,) = _launch(body, "noise", shape, [out], strip, backend, key.reshape(-1))
     return result.reshape(shape)

@@ -113,6 +113,8 @@ def factor_of(bits: jax.Array) -> jax.Array:
 def perturb(w: jax.Array, bits: ArrayLike, r: jax.Array) -> jax.Array:
     r"""Return \hat w = w + R broadcast(max|w| 2^(1 - b_t)) (equation 1) for a given R, in f32.
 
+    The maximum is that of a block of 32 x 32 weights.
+
     The function commutes with transposition (section 3.2).
 
     Args:

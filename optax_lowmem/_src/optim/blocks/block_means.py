@@ -207,7 +207,7 @@ def _backend_of(implementation: str | None) -> str | None:
 _by_xla = jax.jit(mean_of_squares, static_argnames=("block", "in_parts"))
 
 
-def supported(block: Block, g: jax.Array, implementation: str | None = None) -> str | None:
+def unsupported(block: Block, g: jax.Array, implementation: str | None = None) -> str | None:
     """Return the reason why XLA averages a leaf, or None if the kernel does."""
     reason = _no_kernel_reason(g, implementation)
     if reason is not None:
@@ -240,13 +240,13 @@ def means_of_squares(
         return []
     fitted = [block.fit(g.shape) for block, g in zip(blocks, gradients, strict=True)]
     at_once = [
-        read_once(block, g.shape) and supported(block, g, implementation) is None
+        read_once(block, g.shape) and unsupported(block, g, implementation) is None
         for block, g in zip(fitted, gradients, strict=True)
     ]
     units = [(b,) if once else b.parts for b, once in zip(fitted, at_once, strict=True)]
     pairs = [(part, g) for parts, g in zip(units, gradients, strict=True) for part in parts]
     means: dict[int, jax.Array] = {}
-    chosen = [i for i, pair in enumerate(pairs) if supported(*pair, implementation) is None]
+    chosen = [i for i, pair in enumerate(pairs) if unsupported(*pair, implementation) is None]
     for batch in _batches(pairs, chosen):
         backend = _backend_of(implementation) or platform.backend()
         result = _by_kernel([pairs[i] for i in batch], scale, implementation is None, backend)

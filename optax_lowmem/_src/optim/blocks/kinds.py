@@ -91,7 +91,10 @@ def _head_count(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> int | str:
 
 
 def _head_dim(query: ModuleLeaf | None, leaves: Leaves, counts: Heads) -> int | None:
-    """Return the head_dim of the query beside a key, or None where it is unknown."""
+    """Return the head_dim of the query beside a key, or None if it is unknown.
+
+    None also if the given heads do not divide the query's outputs: the query itself raises then.
+    """
     if query is None:
         return None
     if len(query.inner_shape) == 3:
@@ -99,7 +102,7 @@ def _head_dim(query: ModuleLeaf | None, leaves: Leaves, counts: Heads) -> int | 
     if len(query.inner_shape) != 2 or counts.query is None:
         return None
     width = width_of(query, leaves)
-    return None if width % counts.query else width // counts.query  # the query's leaf raises
+    return None if width % counts.query else width // counts.query
 
 
 def _check_divides(leaf: ModuleLeaf, width: int, count: int, name: str) -> None:

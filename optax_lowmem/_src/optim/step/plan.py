@@ -322,11 +322,15 @@ class LeafPlanner:
         storage, name, leaf = self.storage, slot.name, role.leaf
         assert storage.group_size is not None
         codec = getattr(storage, name) if slot.compressed else None
-        refused = f"storage.{name} is None" if codec is None else None
-        stochastic = {"stochastic": True, "nu": name == "nu", "embeddings": in_table}
+        refused = None
+        if codec is None:
+            refused = f"storage.{name} is None" if slot.compressed else "its rule keeps it in f32"
+        stochastic = {  # by `storage.rounding`
+            "stochastic": True, "nearest": False, "nu": name == "nu", "embeddings": in_table
+        }  # fmt: skip
         decision = decide_slot(
             leaf.path, leaf.shape, leaf.inner_shape, name, codec, storage.group_size,
-            stochastic.get(storage.rounding, False), storage.policy, masked_out, stored, refused,
+            stochastic[storage.rounding], storage.policy, masked_out, stored, refused,
         )  # fmt: skip
         kept = decision.codec
         dtype = kept.dtype if kept else jnp.dtype(self.slot_dtypes.get(name) or jnp.float32)

@@ -176,10 +176,14 @@ class _PackedStep:
     def word(
         self, fields: Fields, leaf: Leaf, h: Arrays, divisors: Arrays, seeds: random.Seeds | None
     ) -> jax.Array:
-        """Return a word of the small outputs; XLA drops the computation of the others."""
+        """Return the outputs named in `fields` in one uint32, the first in its low bits.
+
+        A single output is returned as it is. XLA drops the small outputs that are not in `fields`.
+        """
         small = self.small_outputs(leaf, h, divisors, seeds)
         if len(fields) == 1:
-            return small[fields[0][0]]
+            [(name, _)] = fields
+            return small[name]
         word, offset = jnp.uint32(0), 0
         for name, dtype in fields:
             width = 8 * dtype.itemsize

@@ -86,6 +86,8 @@ def accumulate_gradients(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Buffered:
+    """`into="bfloat16"`: a bf16 buffer of the mean, and one step of `inner` with it."""
+
     inner: optax.GradientTransformationExtraArgs
     every: int
     seed: int
@@ -94,6 +96,7 @@ class _Buffered:
         trees.check_params(params)
         seed = context.provided_seed(self.seed)
         buffer = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.bfloat16), params)
+        # two arrays: one that occurs twice cannot be donated
         micro_step, count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return AccumulationState(micro_step, count, seed, buffer, self.inner.init(params))
 
@@ -142,6 +145,7 @@ class _Direct:
         inner = self.engine.init(params)
         h = self.engine.hyperparameters(inner.count)
         jax.eval_shape(lambda first: self.engine.rule.accumulating(h, first, self.every), _BOOL)
+        # two arrays: one that occurs twice cannot be donated
         micro_step, count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         seed = jnp.array(inner.seed)  # a copy: an array that occurs twice cannot be donated
         return AccumulationState(micro_step, count, seed, None, inner)

@@ -105,7 +105,11 @@ class InnerWeights(Protocol):
     def advance(
         self, gradients: PyTree, state: PyTree, params: PyTree, take: Take, factor: jax.Array | None
     ) -> tuple[PyTree, PyTree]:
-        """Return new parameters and state; `take` steps the weights of `inner`."""
+        """Return new parameters and state.
+
+        `take(gradients, inner state, inner weights)` steps the weights of `inner`, with `factor`
+        applied. `factor` is for what is stepped beside them, such as bitwidths.
+        """
 
 
 class WeightTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]

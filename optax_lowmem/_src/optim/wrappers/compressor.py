@@ -385,10 +385,14 @@ class Compressor:
         return self._with_slots(state.inner_state, values)
 
     def init(self, params: optax.Params) -> CompressedState:
-        """Return the encoded inner state; if every slot starts constant, allocate no f32 array."""
+        """Return the encoded inner state.
+
+        If every slot starts as a constant (`_starts_constant`), no f32 array of one is allocated.
+        """
         trees.check_params(params)
-        # the inner update gets f32 gradients, so its state is f32 for weights of any dtype
-        abstract = jax.eval_shape(lambda p: self._start(trees.widened(p), True)[0], params)
+        # the inner update gets f32 gradients, so its state is f32 for weights of any dtype; this
+        # trace also records the decisions of the inner `init`
+        abstract = jax.eval_shape(lambda p: self._start(trees.widened(p), records=True)[0], params)
         warn_of_patterns(self.policy, params)
         if splits_masters(self.inner, params):
             raise ValueError(
@@ -398,13 +402,20 @@ class Compressor:
         self._check_state(abstract, params)
         count = jnp.zeros((), jnp.int32)
         seed = context.provided_seed(self.seed)
-        one_each = jax.tree.map(lambda p: jnp.zeros((1,) * p.ndim, jnp.float32), params)
-        if self._starts_constant(abstract, one_each):
-            inner, scales = self._constant_state(abstract, self._start(one_each)[0], params)
+        one_element_params = jax.tree.map(lambda p: jnp.zeros((1,) * p.ndim, jnp.float32), params)
+        if self._starts_constant(abstract, one_element_params):
+            inner, scales = self._constant_state(
+                abstract, self._start(one_element_params)[0], params
+            )
         else:
             started, blocks = self._start(trees.widened(trees.with_values(params)))
             inner, scales = self._encode(started, params, seed, count, blocks=blocks)
-        paths = [  # of the leaves whose second moment is stored in 4-bit codes
+        self._warn_of_four_bits(inner, scales)
+        return CompressedState(count, seed, inner, scales)
+
+    def _warn_of_four_bits(self, inner: optax.OptState, scales: Mapping[str, PyTree]) -> None:
+        """Warn, in `init`, of second moments in 4-bit codes."""
+        paths = [
             path
             for slot in self._slots(inner)
             if slot.facts.moment == 2 and slot.codec.codes_per_byte > 1
@@ -414,15 +425,14 @@ class Compressor:
         if paths and not context.is_recording():
             others = f" and {len(paths) - 1} more" if paths[1:] else ""
             message = ELEMENTWISE_FOUR_BITS.format(f"leaf '{paths[0]}'{others}")
-            warnings.warn(message, stacklevel=2)
-        return CompressedState(count, seed, inner, scales)
+            warnings.warn(message, stacklevel=3)
 
     def _start(
-        self, params: optax.Params, first: bool = False
+        self, params: optax.Params, records: bool = False
     ) -> tuple[PyTree, dict[tuple[str, str], Block]]:
         """Return the initial inner state, and the `Block`s of its block-wise slots by (path, slot).
 
-        With `first`, record the decisions of the inner `init`, except those about slots that are
+        With `records`, record the decisions of the inner `init`, except those about slots that are
         compressed here. `init` calls this several times, but records decisions only once.
         """
         with context.absorbing() as decisions:
@@ -433,11 +443,11 @@ class Compressor:
             for path, _ in trees.named_leaves(slot.tree)
         }
         for decision in decisions:
-            if first and (decision.path, decision.slot) not in compressed:
+            if records and (decision.path, decision.slot) not in compressed:
                 context.record(decision)
         return state, {(d.path, d.slot): d.block for d in decisions if d.block is not None}
 
-    def _starts_constant(self, abstract: optax.OptState, one_each: optax.Params) -> bool:
+    def _starts_constant(self, abstract: optax.OptState, one_element_params: optax.Params) -> bool:
         """Return whether all arrays with several elements are slots that start as a constant.
 
         The state must have the same structure for one-element parameters: a mask may depend on
@@ -448,15 +458,19 @@ class Compressor:
             return False
         if not all(slot.facts.constant_init for slot in self._slots(abstract)):
             return False
-        like: Structure = jax.tree.structure(jax.eval_shape(lambda p: self._start(p)[0], one_each))
+        like: Structure = jax.tree.structure(
+            jax.eval_shape(lambda p: self._start(p)[0], one_element_params)
+        )
         return bool(like == jax.tree.structure(abstract))
 
     def _constant_state(
         self, abstract: optax.OptState, small: optax.OptState, params: optax.Params
     ) -> tuple[PyTree, dict[str, PyTree]]:
-        """Return the encoded state with `abstract`'s shapes, and its scales.
+        """Return the encoded state and its scales, without f32 arrays of slots.
 
-        The constants are those of `small`, the state of one-element parameters.
+        `abstract` has the shapes of the state. `small` is the state of one-element parameters, in
+        the same order: its slots are the constants. Its other leaves have one element at most; they
+        are those of the state, unless they are floats, which may depend on the weights.
         """
         weights, masked, rows = dict(trees.named_leaves(params)), self._masked(params), []
         of_role = roles(params)
@@ -467,12 +481,12 @@ class Compressor:
             weight = weights[path]
             compressed = self._decide(slot, path, leaf, of_role[path], path in masked)
             rows.append((slot.codec if compressed else None, one, leaf.dtype, weight))
-        free = is_free([row[-1] for row in rows])
+        # a compiled program may place its results elsewhere than committed weights
+        free = is_free([weight for _, _, _, weight in rows])
         encoded = compiled(_encoded_constants) if free else _encoded_constants
         inner, scales = self._stored(small, slots, encoded(rows, self.group_size))
         others = jax.tree.leaves(self._without_slots(abstract))
         if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in others):
-            # these may depend on the weights
             start = jax.jit(lambda p: self._without_slots(self._start(trees.widened(p))[0]))
             codes = [slot.tree for slot in self._slots(inner)]
             inner = self._with_slots(start(trees.with_values(params)), codes)

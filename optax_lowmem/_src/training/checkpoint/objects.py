@@ -102,6 +102,7 @@ def _of_nnx(model: PyTree, optimizer: PyTree) -> Contents:
     counts = nnx.State({k: v for k, v in counts.items() if k not in ("model", "opt_state")})
 
     def write(params: PyTree, opt_state: PyTree, rest: PyTree) -> None:
+        """Write restored arrays into the variables of the model and the optimizer."""
         nnx.update(model, params, rest["model"])
         nnx.update(optimizer.opt_state, nnx.state(opt_state, **known))
         nnx.update(optimizer, rest["optimizer"])

@@ -143,7 +143,7 @@ class _Converter:
         kind = type(ours).__name__
         record = record_of(ours)
         if record is not None:
-            convert = self._decoded_moments if self.to_optax else self._encoded_moments
+            convert = self._decode_moments if self.to_optax else self._encode_moments
             return convert(ours, theirs, record, where)
         if isinstance(ours, CompressedState):
             self.decisions.note_outer_codes(ours)
@@ -216,9 +216,10 @@ class _Converter:
             results.extend(result) if spliced else results.append(result)
         return tuple(results)
 
-    def _encoded_moments(
+    def _encode_moments(
         self, ours: optax.OptState, theirs: optax.OptState, record: OptimizerRecord, where: str
     ) -> PyTree:
+        """Return `ours` with the moments and the count of optax's state, encoded as it has them."""
         values_of: dict[str, dict[str, PyTree]] = {slot: {} for slot in record.optax_fields}
         counts: list[jax.Array] = []
         _map_moments(
@@ -274,9 +275,10 @@ class _Converter:
 
         return CompressedState(count, ours.seed, map_coded_slots(ours, inner, encode), scales)
 
-    def _decoded_moments(
+    def _decode_moments(
         self, ours: optax.OptState, theirs: optax.OptState, record: OptimizerRecord, where: str
     ) -> PyTree:
+        """Return optax's state `theirs` with the decoded moments and the count of `ours`."""
         paths: dict[str, list[str]] = {slot: [] for slot in record.optax_fields}
 
         def note_paths(slot: str, like: optax.Params) -> PyTree:

@@ -256,6 +256,7 @@ def _shard_bytes(x: PyTree) -> int:
 
 
 def _save(path: StrPath, step: int, keep: int | None, items: PyTree, largest: int) -> None:
+    """Save a step, and delete all but the `keep` highest; `largest` is a shard's bytes."""
     with open_manager(path, largest, enable_async_checkpointing=False) as manager:
         complete = files.steps(manager)
         if step in complete:
@@ -272,8 +273,9 @@ def _save(path: StrPath, step: int, keep: int | None, items: PyTree, largest: in
                 f"keep={keep} keeps: save a newer step, or keep more."
             )
         manager.save(step, args=items, force=True)
-        for old in sorted(files.steps(manager))[: -keep if keep else 0]:
-            manager.delete(old)
+        if keep is not None:
+            for old in sorted(files.steps(manager))[:-keep]:
+                manager.delete(old)
 
 
 def _checked_integer(name: str, value: Any, least: int, other: str = "") -> int:

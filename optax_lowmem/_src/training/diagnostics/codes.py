@@ -80,7 +80,7 @@ def code_shares(
                 shape = decision.values_shape
                 row = codes.ndim != len(shape)  # per-block values are stored as one row
                 codes = decision.codec.unpack(codes, math.prod(shape) if row else shape[-1])
-            _check_layout(slot, path, codes, scales)
+            _check_scales_fit(slot, path, codes, scales)
             if path in shares.get(slot, {}):
                 raise ValueError(
                     f"two states here have a slot '{slot}' of '{path}': pass only one of them."
@@ -106,10 +106,15 @@ def _check_one_a_byte(slot: str, path: str, codes: jax.Array, correction: jax.Ar
         )
 
 
-def _check_layout(slot: str, path: str, codes: jax.Array, scales: jax.Array | None) -> None:
-    """Raise ValueError unless each element has a code and each group on the last axis a scale."""
+def _check_scales_fit(slot: str, path: str, codes: jax.Array, scales: jax.Array | None) -> None:
+    """Raise ValueError unless the scales can be those of the codes, for some size of groups.
+
+    Their leading axes are equal, and a row of codes has at least one scale and at most as many as
+    codes; an empty row has none.
+    """
     if scales is not None and codes.shape[:-1] == scales.shape[:-1]:
-        if min(codes.shape[-1], 1) <= scales.shape[-1] <= codes.shape[-1]:
+        length, count = codes.shape[-1], scales.shape[-1]
+        if (1 if length else 0) <= count <= length:
             return
     beside = "no scales" if scales is None else f"scales {scales.dtype}{list(scales.shape)}"
     raise ValueError(

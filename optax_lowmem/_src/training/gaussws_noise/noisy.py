@@ -313,11 +313,13 @@ def _bits_gradients(
 ) -> list[jax.Array]:
     """Return each leaf's gradient of b_i (equations 3, 9, 10), from those of the sampled weights.
 
-    `span` is (b_init, b_target). `factor` clips these gradients; it does not scale the loss on
-    bits.
+    It is 0 where a leaf is not sampled. `seed` and `count` are those of the sample, so that its
+    noise is drawn again. `span` is (b_init, b_target). `factor`, of clipping, scales the gradients
+    of the weights' loss, not those of the loss on bits.
     """
+    init, target = span
     blocks = sum(row.bits.size for row in rows if row.sampled)
-    pull = as_f32("bits_loss", bits_loss) / max(blocks, 1)
+    bits_weight = as_f32("bits_loss", bits_loss) / max(blocks, 1)  # lambda / n of equation 10
     keys = random.leaf_keys(seed, count, [row.path for row in rows])
     results = []
     for row, g, key in zip(rows, gradients, keys, strict=True):
@@ -327,8 +329,9 @@ def _bits_gradients(
         of_bits = bits_gradient(g, row.scale, key, noise, row.path)
         if factor is not None:
             of_bits = of_bits * factor
-        away = bitwidth(row.bits, *span) - span[1]
-        results.append(jnp.float32(span[0] - span[1]) * (of_bits + pull * jnp.sign(away)))
+        excess = bitwidth(row.bits, *span) - target
+        of_bits = of_bits + bits_weight * jnp.sign(excess)
+        results.append(jnp.float32(init - target) * of_bits)  # d b_t / d b_i, equation 9
     return results
 
 

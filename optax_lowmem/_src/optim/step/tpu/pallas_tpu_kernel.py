@@ -126,7 +126,7 @@ class Kernel:
 
             def body(i: jax.Array, nothing: None) -> None:
                 rows = Rows(self, block, i, h, key, lane_seeds, read, written, scratch)
-                rows.advance()
+                rows.advance_and_move()
                 rows.write_codes(rows.measure())
 
             lax.fori_loop(0, self.blocks.block_rows // ROWS, body, None)
@@ -239,11 +239,15 @@ class Rows:
         first = layout.place % self.kernel.blocks.registers_per_group * LANES
         return layout.to_elements(rows), self.lane_seeds[:, first : first + LANES]
 
-    def advance(self) -> None:
-        """Write new weights, new values of the slots, and partial reductions of their groups."""
+    def advance_and_move(self) -> None:
+        """Write new weights (or updates) and corrections, and the new values of the slots.
+
+        Step j also writes one register for each span of a codec, in which its groups are partly
+        reduced; `measure` reduces the rest.
+        """
         kernel, plan, scratch = self.kernel, self.kernel.plan, self.scratch
         units = jax.tree.map(lambda ref: ref[self.rows, :], scratch.units)
-        self.row_seeds  # noqa: B018 (computed here, for both loops)
+        self.row_seeds  # noqa: B018 (cached here: a value of one loop cannot be used in the other)
 
         def body(j: jax.Array) -> None:
             spans: dict[str, list[Any]] = {name: [] for name in kernel.codecs}
@@ -252,27 +256,33 @@ class Rows:
                 correction = leaf.correction
                 moved, values = reference.advance(kernel.rule, plan, leaf, self.h, layout, units)
                 if leaf.p is not None:
-                    own = reference.master_bits(plan, self.seeds(layout), layout)
-                    moved, correction = reference.move(plan, leaf.p, moved, correction, own)
-                update = self.written.p
-                update[self.rows, columns] = moved.astype(update.dtype)
+                    bits = reference.master_bits(plan, self.seeds(layout), layout)
+                    moved, correction = reference.move(plan, leaf.p, moved, correction, bits)
+                written = self.written.p
+                written[self.rows, columns] = moved.astype(written.dtype)
                 if correction is not None:
                     self.written.correction[self.rows, columns] = correction
                 for name, value in values.items():
                     scratch.values[name][:, columns] = value
                 for name, codec in kernel.codecs.items():
                     spans[name].append(codec.spans(values[name]))
-            for name, parts in spans.items():
-                for ref, alike in zip(scratch.ends[name], zip(*parts, strict=True), strict=True):
-                    of_two, several = alike[0].of_two, kernel.blocks.registers_per_group
-                    of_registers = [span.values for span in alike]
-                    groups = [
-                        functools.reduce(of_two, of_registers[k : k + several])
-                        for k in range(0, len(of_registers), several)
-                    ]
-                    ref[j] = lanes.tree(groups, of_two)
+            for name, of_registers in spans.items():
+                for ref, alike in zip(
+                    scratch.ends[name], zip(*of_registers, strict=True), strict=True
+                ):
+                    ref[j] = self.reduced(alike)
 
         self.every(body)
+
+    def reduced(self, spans: tuple[Any, ...]) -> jax.Array:
+        """Reduce the registers of each group to one, and these to one of several groups."""
+        of_two, per_group = spans[0].of_two, self.kernel.blocks.registers_per_group
+        registers = [span.values for span in spans]
+        groups = [
+            functools.reduce(of_two, registers[k : k + per_group])
+            for k in range(0, len(registers), per_group)
+        ]
+        return lanes.tree(groups, of_two)
 
     def measure(self) -> reference.Measured:
         """Write the new scales, and return the divisors of the codes."""
