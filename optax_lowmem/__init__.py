@@ -41,6 +41,7 @@ from optax_lowmem._src.optim.wrappers.init import init
 from optax_lowmem._src.optim.wrappers.inject import inject_hyperparams
 from optax_lowmem._src.optim.wrappers.reset import reset
 from optax_lowmem._src.optim.wrappers.slots import register_slot
+from optax_lowmem._src.optim.wrappers.soap import flash_soap, scale_by_soap
 from optax_lowmem._src.optim.wrappers.split import split_master_weights
 from optax_lowmem._src.optim.wrappers.update_clipping import update_clipping
 from optax_lowmem._src.training.gaussws_noise.noisy import gaussws_noise
@@ -74,6 +75,7 @@ __all__ = [
     "flash_lion",
     "flash_muon",
     "flash_sgd",
+    "flash_soap",
     "flash_trace",
     "gaussws",
     "gaussws_noise",
@@ -92,6 +94,7 @@ __all__ = [
     "scale_by_factored_adam",
     "scale_by_flash_adam",
     "scale_by_flash_lion",
+    "scale_by_soap",
     "sharding",
     "split_master_weights",
     "sqrt_variance_quant",

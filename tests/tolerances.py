@@ -462,3 +462,9 @@ F32_SUM_ORDER = 2e-5
 # an ulp each, 2^-11, and the H100's TF32 products, 2^-11 of an operand. First losses of other seeds
 # differ by 1 % or more.
 SPIKE_CURVES = 2.0**-9
+
+# SOAP's direction in f32 beside f64, relative to its largest element. An eigenvector of P is off by
+# u |P| / gap: gradients have singular values 1 to 0.2 in 24 steps of 7 %, so squared ones differ by
+# 14 % of at least 0.04: 2^-24 / 0.0056 = 1.1e-5; the QR iteration and 24-term sums add as much. An
+# element of v, a mean of squares, may be small where the eigenvector is off: ten times.
+SOAP = 3e-4

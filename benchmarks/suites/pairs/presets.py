@@ -34,7 +34,13 @@ class Variant:
 
     @property
     def plain(self) -> bool:
-        return getattr(self.make, "func", self.make) in (optax.adamw, optax.lion, _scaled, _muon)
+        return getattr(self.make, "func", self.make) in (
+            optax.adamw,
+            optax.lion,
+            _scaled,
+            _muon,
+            _soap,
+        )
 
     @property
     def dtype(self) -> Any:
@@ -68,6 +74,17 @@ def _muon(schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransform
 
 def _flash_muon(schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
     return lowmem.flash_muon(schedule, **_arguments_of_muon(**arguments))
+
+
+def _soap(
+    schedule: optax.Schedule, *, b1: float, b2: float, weight_decay: float, mask: Any
+) -> optax.GradientTransformation:
+    """SOAP in f32."""
+    return optax.chain(
+        lowmem.scale_by_soap(b1, b2),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(schedule),
+    )
 
 
 def _plain(says: str, make: Factory = optax.adamw, rule: str = ADAM, **more: Any) -> Variant:
@@ -118,6 +135,8 @@ VARIANTS: dict[str, Variant] = {
         "4-bit moments, bf16 weights rounded stochastically", _FOUR(**_ROUNDED)
     ),
     "stable_adamw": Variant("stable_adamw", ADAM, lowmem.stable_adamw),
+    "soap": _plain("SOAP, f32", _soap),
+    "flash_soap": Variant("flash_soap", ADAM, lowmem.flash_soap),
     "adam_mini": _plain("adam_mini, f32", lowmem.adam_mini, blocks=True),
     "q_adam_mini": Variant("q_adam_mini", ADAM, lowmem.q_adam_mini, blocks=True),
     "flash_adam_mini": Variant("flash_adam_mini", ADAM, lowmem.flash_adam_mini, blocks=True),

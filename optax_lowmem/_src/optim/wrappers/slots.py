@@ -49,6 +49,8 @@ _OURS: dict[tuple[str, str], SlotFacts] = {
     ("FlashAdamState", "nu"): _OURS_SECOND,
     ("FlashLionState", "mu"): _OURS_FIRST,
     ("FlashSgdState", "mu"): _OURS_FIRST,
+    ("SoapState", "mu"): _OURS_FIRST,
+    ("SoapState", "nu"): _OURS_SECOND,
 }
 
 
