@@ -36,7 +36,7 @@ try:
     from _gpt.arguments import INTERRUPTED, OUT_OF_MEMORY
     from _gpt.train import check_implementation
     from _llama import huggingface
-    from _llama.config import PLAIN, SPLIT, Settings
+    from _llama.config import PLAIN, SPLIT, WEIGHTS, Settings
     from _llama.model import Llama, Packed, joined, leaf_path, part
     from _llama.optimizer import weights_dtype
     from _llama.texts import Rows, Texts, batch_rows
@@ -44,7 +44,7 @@ try:
     from jax.sharding import SingleDeviceSharding
 
     import optax_lowmem as lowmem
-    from optax_lowmem import checkpoint
+    from optax_lowmem import checkpoint, release
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"finetune.py needs {error.name}: pip install '.[examples,checkpoint]' in the clone"
@@ -103,13 +103,15 @@ def _released(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
         return trained, state, loss, jnp.float32(jnp.nan)
 
     if settings.offload:
-        step.compile = take_step.compile
+        step.compile, step.loss = take_step.compile, take_step.loss
     return step
 
 
 def start(setup: Setup, weights: Any) -> tuple[Any, Any, Any]:
     """Return trained weights, frozen weights and the optimizer's state."""
     model, tx = setup.model, setup.tx
+    if setup.settings.offload == WEIGHTS:
+        return weights, {}, None
     if model.lora is None:
         trained = part(weights, lambda path: not setup.is_frozen(path))
         frozen = part(weights, setup.is_frozen)
@@ -132,8 +134,7 @@ def compile_step(setup: Setup, micro_batches: int) -> Any:
         return jax.jit(step, donate_argnums=(0, 2)).lower(*like, setup.batch).compile()
     here = SingleDeviceSharding(jax.local_devices()[0])
     trained = jax.tree.map(lambda w: w.update(sharding=here), like[0])
-    state = offloaded(setup.model, setup.tx, settings, trained, None)
-    step.compile(trained, state, setup.batch)
+    step.compile(*offloaded(setup.model, setup.tx, settings, trained, None), setup.batch)
     return step
 
 
@@ -270,6 +271,8 @@ class Run:
     def held_out_loss(self) -> Callable[..., jax.Array]:
         """(trained, frozen, batch) -> the weighted sum of losses."""
         model = self.setup.model
+        if self.args.offload == WEIGHTS:
+            return lambda trained, frozen, batch: self.take_step.loss(trained, self.state, batch)
         return jax.jit(lambda trained, frozen, batch: model(joined(trained, frozen), batch))
 
 
@@ -301,22 +304,25 @@ def prepare(args: argparse.Namespace) -> Run:
     total = args.steps * args.batch if args.steps else max(1, round(args.epochs * len(rows)))
     setup = make_setup(args, shape, -(-total // args.batch))
     micro_batches, step = fit(setup, args.micro_batch or of_run)
-    weights = huggingface.load(args.model, setup.model, setup.dtype)
-    trained, frozen, state = start(setup, weights)
-    del weights
+    of_trained, *_ = jax.eval_shape(partial(start, setup), setup.weights)
+    streams = args.offload == WEIGHTS
+    load = huggingface.load_in_turn if streams else huggingface.load
+    trained, frozen, state = start(setup, load(args.model, setup.model, setup.dtype))
     here = SingleDeviceSharding(jax.local_devices()[0])
-    if args.offload:  # on the device for which the step was compiled
+    there = here.with_memory_kind("pinned_host")
+    if args.offload and not streams:  # on the device for which the step was compiled
         trained = jax.device_put(trained, here)
     if first:
-        like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), trained)
         del trained, state
-        folder = args.out / output.CHECKPOINTS
-        places = here.with_memory_kind("pinned_host") if args.offload else None
-        trained, state = checkpoint.restore(folder, setup.tx, like, step=first, shardings=places)
+        places = there if args.offload else None
+        like = jax.tree.map(lambda p: p.update(sharding=there if streams else None), of_trained)
+        trained, state = checkpoint.restore(
+            args.out / output.CHECKPOINTS, setup.tx, like, step=first, shardings=places
+        )
     else:
         output.write_run(args, args.batch // micro_batches)
-    state = offloaded(setup.model, setup.tx, setup.settings, trained, state)
-    report = lowmem.memory.report(setup.tx, trained)
+    trained, state = offloaded(setup.model, setup.tx, setup.settings, trained, state)
+    report = lowmem.memory.report(setup.tx, of_trained)
     say(
         f"{args.model.name}: {report.parameters / 1e6:,.1f}M trained parameters, {args.optimizer}, "
         f"{setup.settings.steps} steps of {args.batch} rows, {args.batch // micro_batches} at once"
@@ -396,7 +402,7 @@ def masters_on_host(trained: Any, state: Any) -> Any:
 
 def export(run: Run) -> None:
     """Write the model, and its adapters if it has some."""
-    args, model, trained = run.args, run.setup.model, run.trained
+    args, model, trained = run.args, run.setup.model, release.stacked(run.trained)
     if not args.offload and (model.lora or args.dtype == "float32" or not run.setup.is_bf16):
         trained = masters_on_host(trained, run.state)
     if model.lora is not None:

@@ -85,9 +85,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--release", action="store_true",
         help="update each layer inside the backward pass: gradients never exist all at once, and "
         "each layer is computed anew")  # fmt: skip
-    add("--offload", nargs="?", choices=("pinned_host", "device"), const="pinned_host",
-        help="--release with the state in host memory, copied to the device layer by layer; device "
-        "(to compare): the same without copies")  # fmt: skip
+    add("--offload", nargs="?", choices=(config.STATE, config.WEIGHTS, config.ON_DEVICE),
+        const=config.STATE,
+        help="--release with the optimizer's state in host memory (the default if no value is "
+        "given), or weights and state, copied to the device layer by layer; device (to compare): "
+        "the same without copies")  # fmt: skip
     add("--accumulate", type=positive, default=1, metavar="N",
         help="micro-batches that --batch is divided into; their gradients are added up in bf16 "
         "with stochastic rounding (default: 1)")  # fmt: skip
@@ -250,6 +252,8 @@ def main(arguments: list[str] | None = None) -> Result:
     check_implementation(settings.implementation)
     try:
         result = run_it(args, settings, Console())
+    except MemoryError as error:  # of the host, before anything is allocated
+        raise SystemExit(str(error)) from None
     except KeyboardInterrupt:
         print(checkpoints.stopped(args.checkpoint), file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None

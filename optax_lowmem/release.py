@@ -5,8 +5,9 @@ that is unrolled under one jit, XLA frees each gradient after its update, if the
 sort in their order.
 """
 
+from optax_lowmem._src.arrays.host import stacked
 from optax_lowmem._src.training.release.model import Layered
-from optax_lowmem._src.training.release.offload import offload
+from optax_lowmem._src.training.release.offload import offload, offload_weights
 from optax_lowmem._src.training.release.step import train_step
 
-__all__ = ["Layered", "offload", "train_step"]
+__all__ = ["Layered", "offload", "offload_weights", "stacked", "train_step"]

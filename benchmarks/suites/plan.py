@@ -31,19 +31,24 @@ from benchmarks.records import Rows
 from benchmarks.render import GIB, Rendered, Table, markdown
 from optax_lowmem import plan
 
-CARDS = (8, 16, 24, 40, 48, 80)
+CARDS = (8, 12, 16, 24, 40, 48, 80)
 LLAMA = {"model_type": "llama", "vocab_size": 128_256, "num_key_value_heads": 8}
-MODELS: dict[str, dict[str, Any]] = {  # Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B
+QWEN = {"model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 11_008,
+        "tie_word_embeddings": True}  # fmt: skip
+LARGE = QWEN | {"vocab_size": 152_064, "hidden_size": 5120, "num_attention_heads": 40,
+                "num_key_value_heads": 8, "tie_word_embeddings": False}  # fmt: skip
+# Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B, Qwen2.5-14B and Qwen2.5-32B
+MODELS: dict[str, dict[str, Any]] = {
     "1B": LLAMA | {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192,
                    "num_attention_heads": 32, "tie_word_embeddings": True},
     "3B": LLAMA | {"num_hidden_layers": 28, "hidden_size": 3072, "intermediate_size": 8192,
                    "num_attention_heads": 24, "head_dim": 128, "tie_word_embeddings": True},
     "8B": LLAMA | {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14_336,
                    "num_attention_heads": 32, "tie_word_embeddings": False},
+    "14B": LARGE | {"num_hidden_layers": 48, "intermediate_size": 13_824},
+    "32B": LARGE | {"num_hidden_layers": 64, "intermediate_size": 27_648},
 }  # fmt: skip
-QWEN = {"model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": 36,
-        "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 11_008,
-        "tie_word_embeddings": True}  # fmt: skip
 GEMMA = {"model_type": "gemma3_text", "vocab_size": 262_144, "hidden_size": 1152,
          "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,
          "head_dim": 256, "intermediate_size": 6912, "query_pre_attn_scalar": 256,
@@ -252,7 +257,8 @@ def fits(rows: Rows) -> str:
             found = plan.plan_decoder(plan.decoder(config), "flash_adamw", budget, SEQUENCE, LORA)
             *whole, adapters = found.modes
             best = next((mode for mode in whole if mode.batch), None)
-            cells.append(f"{best.name}, {best.batch}" if best else "no")
+            host = f" ({best.host / GIB:.0f})" if best and best.host else ""
+            cells.append(f"{best.name}, {best.batch}{host}" if best else "no")
             cells.append(str(adapters.batch) if adapters.batch else "no")
         body.append([f"{card} GB", *cells])
     return markdown(head, body)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from _gpt.arguments import number, positive
-from _llama.config import PLAIN, SPLIT
+from _llama.config import PLAIN, SPLIT, STATE, WEIGHTS
 from _llama.optimizer import NAMES, RATE_FACTORS
 
 import optax_lowmem as lowmem
@@ -74,9 +74,10 @@ def parse_arguments(description: str, arguments: list[str] | None = None) -> arg
         "on a CPU, what is free")  # fmt: skip
     add("--release", action="store_true",
         help="update each layer inside the backward pass, for less memory")  # fmt: skip
-    add("--offload", action="store_true",
-        help="--release with the optimizer's state in host memory, copied layer by layer, and "
-        "micro-batches of one row")  # fmt: skip
+    add("--offload", nargs="?", choices=(STATE, WEIGHTS), const=STATE,
+        help="--release with the optimizer's state in host memory (the default if no value is "
+        "given), or weights and state, copied layer by layer, and micro-batches of one "
+        "row")  # fmt: skip
     add("--lora", type=checked(plan.lora_names), metavar="NAMES",
         help="train adapters of these matrices: q_proj,v_proj or all-linear")  # fmt: skip
     add("--rank", type=positive, default=16, help="of adapters (16)")
@@ -98,7 +99,7 @@ def parse_arguments(description: str, arguments: list[str] | None = None) -> arg
     add("--implementation", default="auto", metavar="NAME", help="of lowmem.step (auto)")
     add("--seed", type=_SEED, default=0, help="of adapters, batches and rounding (0)")
     args = parser.parse_args(arguments)
-    args.release |= args.offload
+    args.release |= args.offload is not None
     args.alpha = 2.0 * args.rank if args.alpha is None else args.alpha
     if args.lr is None:
         args.lr = (2e-4 if args.lora else 1e-5) * RATE_FACTORS.get(args.optimizer, 1.0)
@@ -117,6 +118,7 @@ def parse_arguments(description: str, arguments: list[str] | None = None) -> arg
         ("release", "--skip-nonfinite", args.skip_nonfinite),
         ("release", f"--optimizer {PLAIN}", args.optimizer == PLAIN),
         ("release", "--micro-batch without --offload", whole),
+        ("prompt", "--offload weights", args.offload == WEIGHTS),
         ("offload", "--dtype float32", args.dtype == "float32"),
         ("weight_decay", f"--optimizer {args.optimizer}", no_decay),
     ):

@@ -1,14 +1,12 @@
 """The memory of a compiled step, and the micro-batches that it has room for."""
 
-import os
 import resource
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
-from _gpt.arguments import is_out_of_memory
+from _gpt.arguments import free_bytes, is_out_of_memory
 from _gpt.train import planned_bytes
 
 from optax_lowmem import plan
@@ -31,24 +29,9 @@ def limit_bytes(budget: str | None) -> int:
     given = plan.bytes_of(budget) if budget else None
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        return int(_OF_FREE * _free_bytes()) if given is None else max(given - used_bytes(), 0)
+        return int(_OF_FREE * free_bytes()) if given is None else max(given - used_bytes(), 0)
     limit = (device.memory_stats() or {}).get("bytes_limit", sys.maxsize)
     return int(0.95 * limit) if given is None else min(int(plan.USABLE * given), limit)
-
-
-def _free_bytes() -> int:
-    """Return the free memory of this machine, or of the container that the process runs in."""
-    try:
-        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
-        free = 1024 * next(int(line.split()[1]) for line in lines if "MemAvailable" in line)
-    except (OSError, StopIteration):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    group = Path("/sys/fs/cgroup")
-    try:
-        most, now = ((group / f"memory.{name}").read_text("utf-8") for name in ("max", "current"))
-        return min(free, int(most) - int(now))
-    except (OSError, ValueError):  # no container, or none with a limit ("max")
-        return free
 
 
 def step_that_fits(

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from _gpt.arguments import compute_dtype
 from _llama import choose, huggingface
-from _llama.config import FULL, Settings, Shape
+from _llama.config import FULL, WEIGHTS, Settings, Shape
 from _llama.model import LAYERS, Llama, Lora, Packed, leaf_path
 from _llama.optimizer import make_optimizer, weights_dtype
 
@@ -70,14 +70,15 @@ def make_setup(args: argparse.Namespace, shape: Shape, steps: int) -> Setup:
     """Return the setup of a run.
 
     Raises:
-      ValueError: for layers of two kinds with gradient release, or a pattern that selects nothing.
+      ValueError: for layers of two kinds with gradient release, weights in host memory that are not
+        bf16, or a pattern that selects nothing.
     """
     settings = Settings(
         preset=args.model.name, optimizer=args.optimizer, shape=shape, sequence=args.sequence,
         batch=args.batch, steps=steps, learning_rate=args.lr, text=str(args.data), remat=FULL,
         compute=compute_dtype(args.compute), seed=args.seed, clip=args.clip,
         implementation=args.implementation, release=args.release,
-        offload="pinned_host" if args.offload else None,
+        offload=args.offload,
     )  # fmt: skip
     lora = Lora(plan.lora_names(args.lora), args.rank, args.alpha) if args.lora else None
     model = Llama(shape, settings.compute, choose.attention(settings), FULL, lora=lora)
@@ -91,6 +92,8 @@ def make_setup(args: argparse.Namespace, shape: Shape, steps: int) -> Setup:
     else:
         model = dataclasses.replace(model, stacked=False)
     is_bf16 = {t.dtype.name for t in huggingface.tensors_of(args.model).values()} == {"bfloat16"}
+    if args.offload == WEIGHTS and not is_bf16:
+        raise ValueError("--offload weights needs a folder whose weights are bf16: use --offload")
     return Setup(args, settings, schedule, model, tx, is_frozen, is_bf16)
 
 

@@ -10,7 +10,7 @@ import jax
 from optax_lowmem import checkpoint
 
 from . import choose
-from .config import AUTO, Settings
+from .config import AUTO, WEIGHTS, Settings
 from .train import Program, Run
 
 _FILE = "run.json"
@@ -68,13 +68,13 @@ def start_or_restore(folder: Path | None, program: Program, step: int) -> Run:
     if step == 0:
         return Run(*program.start(), 0, [], [])
     assert folder is not None
-    places = program.shardings[1]
+    (params, _), places = program.like, program.shardings
     if program.settings.offload:
         places = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), places)
-    params, state = checkpoint.restore(
-        folder, program.tx, program.like[0], step=step, shardings=places
-    )
-    return Run(params, program.moved(params, state), step, [], [])
+    if program.settings.offload == WEIGHTS:
+        params = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), params, places[0])
+    params, state = checkpoint.restore(folder, program.tx, params, step=step, shardings=places[1])
+    return Run(*program.moved(params, state), step, [], [])
 
 
 def save(folder: Path, program: Program, run: Run) -> None:

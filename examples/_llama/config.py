@@ -13,6 +13,7 @@ AUTO = "auto"  # what suits the model and the machine
 XLA, CUDNN = "xla", "cudnn"  # --attention
 NONE, DOTS, FULL = "none", "dots", "full"  # --remat
 # --head: the `products` of its loss
+STATE, WEIGHTS, ON_DEVICE = "pinned_host", "weights", "device"  # --offload
 HEADS = {STANDARD: "input", FP8: "fp8", "fp8-gradients": "fp8-gradients"}
 NOISE = ("od", "qkv", "out", "up", "down", "all")  # --noise
 # --linear: the dot_general of the layers' matrices; None: JAX's. Embedding and head keep it.
@@ -92,8 +93,8 @@ class Preset:
     remat: str = AUTO
 
 
-# 60m to 350m are the sizes that papers on low-memory training compare on; 1b, 3b, 8b and 30b are
-# Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B and LLaMA-30B (2023).
+# 60m to 350m are the sizes that papers on low-memory training compare on; 1b, 3b, 8b, 14b, 32b and
+# 30b are Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B, Qwen2.5-14B, Qwen2.5-32B and LLaMA-30B (2023).
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(Shape(4, 64, 192, 4, 2, 256), 64, 8, 60, 1e-2),
     "60m": Preset(Shape(8, 512, 1376, 8, 8, 32_000), 256, 128, 2_000, 2e-3),
@@ -110,6 +111,14 @@ PRESETS: dict[str, Preset] = {
     "8b": Preset(
         Shape(32, 4096, 14_336, 32, 8, 128_256, 500_000.0),
         2048, 1, 100, 1e-4, "random",
+    ),
+    "14b": Preset(
+        Shape(48, 5120, 13_824, 40, 8, 152_064, 1e6, epsilon=1e-5, bias=True),
+        2048, 1, 20, 1e-4, "random",
+    ),
+    "32b": Preset(
+        Shape(64, 5120, 27_648, 40, 8, 152_064, 1e6, epsilon=1e-5, bias=True),
+        2048, 1, 20, 1e-4, "random",
     ),
     "30b": Preset(Shape(60, 6656, 17_920, 52, 52, 32_000), 2048, 1, 20, 1e-4, "random"),
 }  # fmt: skip
@@ -135,7 +144,7 @@ class Settings(Preset):
     tensor: int = 1
     zero: bool = False
     release: bool = False
-    offload: str | None = None  # memory kind of the state of a layer whose turn it is not
+    offload: str | None = None  # STATE, or WEIGHTS and state, in host memory; ON_DEVICE: neither
     accumulate: int = 1
     unroll: int | str = AUTO
     stacked: bool | str = AUTO  # layers, in one array

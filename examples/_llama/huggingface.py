@@ -193,19 +193,12 @@ def load(
     Raises:
       ValueError: that lists missing and unexpected tensors and wrong shapes.
     """
-    model, tensors = dataclasses.replace(model, lora=None), tensors_of(folder)
-    like = jax.eval_shape(model.weights, jax.random.key(0))
-    _check(folder, model, like, tensors)
+    like, read = _opened(folder, model)
     dtype = dtype or stored_dtype(folder)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def put(stack: jax.Array, tensor: jax.Array, index: int) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(stack, tensor, index, 0)
-
-    def read(path: str, dtype: Any) -> np.ndarray:
-        stored = tensors[file_name(path)].read()
-        stored = stored.T if path.endswith(_TRANSPOSED) else stored
-        return np.ascontiguousarray(stored).astype(dtype)
 
     def leaf(keys: tuple[Any, ...], like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
         path = leaf_path(keys)
@@ -224,6 +217,36 @@ def load(
     if shardings is None:
         shardings = jax.tree.map(lambda _: None, like)
     return jax.tree_util.tree_map_with_path(leaf, like, shardings, is_leaf=lambda x: x is None)
+
+
+def load_in_turn(folder: Path, model: Llama, dtype: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the same as NumPy arrays, with an iterator that reads a layer when it is asked for."""
+    like, read = _opened(folder, model)
+
+    def tree(like: Any, prefix: str, place: str) -> Any:
+        def leaf(keys: tuple[Any, ...], _: Any) -> np.ndarray:
+            return read(place + leaf_path(keys), dtype(prefix + leaf_path(keys)))
+
+        return jax.tree_util.tree_map_with_path(leaf, like)
+
+    of_layers = like.pop(LAYERS)
+    numbers = range(model.shape.layers)
+    layers = (tree(of_layers, f"{LAYERS}/", f"{LAYERS}/{i}/") for i in numbers)
+    return tree(like, "", "") | {LAYERS: layers}
+
+
+def _opened(folder: Path, model: Llama) -> tuple[Any, Callable[[str, Any], np.ndarray]]:
+    """Return the shapes of a folder's weights, and a function of path and dtype that reads one."""
+    model, tensors = dataclasses.replace(model, lora=None), tensors_of(folder)
+    like = jax.eval_shape(model.weights, jax.random.key(0))
+    _check(folder, model, like, tensors)
+
+    def read(path: str, dtype: Any) -> np.ndarray:
+        stored = tensors[file_name(path)].read()
+        stored = stored.T if path.endswith(_TRANSPOSED) else stored
+        return np.ascontiguousarray(stored).astype(dtype)
+
+    return like, read
 
 
 def _check(folder: Path, model: Llama, like: Any, tensors: Mapping[str, Tensor]) -> None:

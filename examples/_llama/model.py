@@ -322,6 +322,31 @@ class Llama:
 
         Layers are drawn one after another, so that no more than one layer is there in f32.
         """
+        of_ends, keys, ends, layer = self._draws(key, dtype)
+        drawn = jax.lax.map(layer, keys)
+        if not self.stacked:
+            drawn = [jax.tree.map(lambda w, i=i: w[i], drawn) for i in range(self.shape.layers)]
+        return ends(of_ends) | {LAYERS: drawn}
+
+    def weights_in_turn(
+        self, key: jax.Array, dtype: Callable[[str], Any], sharding: Any
+    ) -> dict[str, Any]:
+        """The same, with an iterator that draws a layer when it is asked for, on one device.
+
+        The embedding and the head are drawn one after another.
+        """
+        of_ends, keys, ends, layer = self._draws(key, dtype)
+        compiled = functools.partial(jax.jit, out_shardings=sharding)
+        shapes, treedef = jax.tree.flatten(jax.eval_shape(ends, of_ends))
+        drawn = [
+            compiled(lambda key, i=i: jax.tree.leaves(ends(key))[i])(of_ends).block_until_ready()
+            for i in range(len(shapes))
+        ]
+        draw = compiled(layer)
+        return treedef.unflatten(drawn) | {LAYERS: (draw(own) for own in keys)}
+
+    def _draws(self, key: jax.Array, dtype: Callable[[str], Any]) -> tuple[Any, ...]:
+        """Return keys of the ends and of each layer, and the functions of a key that draw them."""
         of_ends, of_layers = jax.random.split(key)
 
         def stored(module: nnx.Module, prefix: str = "") -> Any:
@@ -335,11 +360,10 @@ class Llama:
         def layer(key: jax.Array) -> Any:
             return stored(self._block(key), f"{LAYERS}/")
 
-        number = self.shape.layers
-        drawn = jax.lax.map(layer, jax.random.split(of_layers, number))
-        if not self.stacked:
-            drawn = [jax.tree.map(lambda w, i=i: w[i], drawn) for i in range(number)]
-        return stored(Ends(self.shape, nnx.Rngs(of_ends))) | {LAYERS: drawn}
+        def ends(key: jax.Array) -> Any:
+            return stored(Ends(self.shape, nnx.Rngs(key)))
+
+        return of_ends, jax.random.split(of_layers, self.shape.layers), ends, layer
 
     def adapters(self, key: jax.Array) -> dict[str, Any]:
         """Initial adapters, in f32; `joined` with the weights, they are the model's parameters."""

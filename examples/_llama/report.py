@@ -6,7 +6,7 @@ from _gpt.report import device_name
 import optax_lowmem as lowmem
 
 from . import choose
-from .config import NONE, STANDARD, Settings
+from .config import NONE, STANDARD, STATE, WEIGHTS, Settings
 
 GIB = 2.0**30
 
@@ -48,7 +48,9 @@ def out_of_memory(
     """Format a line on a run that does not fit into memory, and XLA's message."""
     has = "".join(f" of {limit_bytes / GIB:.1f}" for limit_bytes in limit().values())
     weights = f"{report.params_bytes / GIB:.1f} GiB"
-    if settings.offload == "pinned_host":
+    if settings.offload == WEIGHTS:
+        why = f"a few layers, the embedding or the head, gradients and activations need more{has}"
+    elif settings.offload == STATE:
         why = f"{weights}{has} are weights; the state of a few layers, gradients and activations "
         why += "need more than the rest"
     else:

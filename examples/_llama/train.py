@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from _gpt import data
 from _gpt.train import F32, LOWMEM, optimizer_step, planned_bytes
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
@@ -23,7 +23,7 @@ from optax_lowmem import layers, release
 
 from . import choose
 from . import mesh as meshes
-from .config import HEADS, LINEARS, PLAIN, Settings
+from .config import HEADS, LINEARS, PLAIN, STATE, WEIGHTS, Settings
 from .model import LAYERS, Llama
 from .optimizer import make_optimizer, weights_dtype
 
@@ -44,7 +44,8 @@ class Program:
     tx: Any
     like: tuple[Any, Any]  # parameters and state, as shapes with their shardings
     start: Callable[[], tuple[Any, Any]]  # makes these on their devices
-    moved: Callable[[Any, Any], Any]  # (parameters, ordinary state) -> the state of the step
+    # (parameters, ordinary state) -> those that the step takes
+    moved: Callable[[Any, Any], tuple[Any, Any]]
     step: Step  # takes its arguments' place
     model: Llama
     tokens: jax.ShapeDtypeStruct  # a batch, with its sharding
@@ -53,8 +54,7 @@ class Program:
     def compiled(self) -> Any:
         """The step; compiled before anything is allocated, it has room for trying kernels out."""
         if self.settings.offload:
-            params, _ = self.like
-            self.step.compile(params, self.moved(params, None), self.tokens)
+            self.step.compile(*self.moved(self.like[0], None), self.tokens)
             return self.step
         return self.step.lower(*self.like, self.tokens).compile()
 
@@ -125,8 +125,10 @@ def make_program(settings: Settings) -> Program:
     moved = functools.partial(offloaded, model, tx, settings)
 
     def start_offloaded() -> tuple[Any, Any]:
-        weights = jax.jit(lambda: start()[0], out_shardings=places[0])()
-        return weights, moved(weights, None)
+        if settings.offload == WEIGHTS:
+            key, here = jax.random.key(settings.seed), SingleDeviceSharding(mesh.devices.flat[0])
+            return moved(model.weights_in_turn(key, dtype, here), None)
+        return moved(jax.jit(lambda: start()[0], out_shardings=places[0])(), None)
 
     def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -177,11 +179,16 @@ def layered(model: Llama) -> release.Layered:
     return release.Layered(model.first, {LAYERS: model.layer}, model.last)
 
 
-def offloaded(model: Llama, tx: Any, settings: Settings, params: Any, state: Any) -> Any:
-    """Return the state that the step takes, from an ordinary one, or None for a new one."""
+def offloaded(
+    model: Llama, tx: Any, settings: Settings, params: Any, state: Any
+) -> tuple[Any, Any]:
+    """Return parameters and state as the step takes them; a state of None is a new one."""
     if not settings.offload:
-        return state
-    return release.offload(tx, layered(model), params, state, memory_kind=settings.offload)
+        return params, state
+    kind = settings.offload
+    if kind == WEIGHTS:
+        params, kind = release.offload_weights(layered(model), params), STATE
+    return params, release.offload(tx, layered(model), params, state, memory_kind=kind)
 
 
 def released(model: Llama, tx: Any, settings: Settings, **where: Any) -> Step:

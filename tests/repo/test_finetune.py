@@ -181,6 +181,15 @@ def test_gradient_release(trained):
         assert found == pytest.approx(ordinary, rel=0.02)
 
 
+def test_weights_on_the_host_have_the_bits_of_weights_on_the_device(trained):
+    one, other = (trained(f"--offload {of} --lr 0.005")[0] for of in ("", "weights"))
+    assert losses(one) == losses(other)
+    found, wanted = (losses(out, "validation_loss") for out in (other, one))
+    assert found == pytest.approx(wanted, rel=1e-5)
+    weights = "model/model.safetensors"
+    assert (one / weights).read_bytes() == (other / weights).read_bytes()
+
+
 def test_offloaded_steps_are_compiled_before_weights_are_loaded(finetune, folder, tmp_path):
     """But for operations on numbers, such as the schedule's, which the first run compiles."""
     for name in ("first", "second"):

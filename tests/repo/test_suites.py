@@ -195,7 +195,8 @@ def test_state_on_the_host_in_small(tmp_path):
         for row in records.load(file)
     ]
     _, body, _ = offload.table(rows)
-    assert [line[0].split(",")[0] for line in body] == ["offload", "offload", "resident"]
+    kinds = ["state on the host", "offload", "resident"]
+    assert [line[1].split(",")[0] for line in body] == kinds
     assert float(body[0][-2]) == 0.0 and all(float(line[5]) > 0 for line in body)
 
 

@@ -151,9 +151,24 @@ def test_state_on_the_host(llama, tmp_path):
     assert trained(llama, f"{ONE} --offload --accumulate 4").run.losses[-1] < whole.losses[0] - 0.1
 
 
+def test_weights_on_the_host(llama, tmp_path):
+    """The run with the state alone there; it goes on from its checkpoint, also without."""
+    flags = f"{ONE} --accumulate 4 --offload"
+    whole = trained(llama, flags).run
+    where = f"{flags} weights --checkpoint {tmp_path}"
+    first = trained(llama, f"{where} --until 3").run
+    shutil.copytree(tmp_path / "3", tmp_path.parent / "3")
+    for flag in (f"{where} --resume", f"{flags} --checkpoint {tmp_path} --resume"):
+        rest = trained(llama, flag).run
+        assert [*first.losses, *rest.losses] == pytest.approx(whole.losses, abs=2e-3)
+        shutil.rmtree(tmp_path)
+        shutil.copytree(tmp_path.parent / "3", tmp_path / "3")
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_offloaded_steps_are_compiled_before_weights_are_allocated(llama, accumulate):
-    flags = f"{ONE} --offload --text random --clip 1 --accumulate {accumulate}"
+    of = "weights" if accumulate > 1 else ""
+    flags = f"{ONE} --offload {of} --text random --clip 1 --accumulate {accumulate}"
     program = llama.train.make_program(settings_of(llama, flags))
     _, batches = llama.train.make_batches(program.settings, None)
     arrays = len(jax.live_arrays())

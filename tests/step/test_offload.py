@@ -1,4 +1,4 @@
-"""State in host memory: streamed bits are resident bits, and what gradient release clips."""
+"""State and weights in host memory: streamed bits are resident bits, and what release clips."""
 
 import dataclasses
 import gc
@@ -39,18 +39,20 @@ def weights(dtype=BF16):
     return jax.tree.map(lambda x: x.astype(dtype), masters())
 
 
-def offloaded(tx, params, steps=2, model=MODEL, kind=host.PINNED, state=None, **how):
-    """(loss, parameters, state) after some steps, the state's layers stacked."""
+def offloaded(tx, params, steps=2, model=MODEL, kind=host.PINNED, state=None, streams=False, **how):
+    """(loss, parameters, state) after some steps, with their layers stacked."""
     params = jax.tree.map(jnp.array, params)
+    if streams:
+        params = release.offload_weights(model, params, min_bytes=0)
     state = release.offload(tx, model, params, state, memory_kind=kind, min_bytes=0)
     step = release.train_step(tx, model, offload=True, **how)
     for batch in batches(steps):
         value, params, state = step(params, state, batch)
-    return value, params, on_device(state)
+    return value, on_device(params), on_device(state)
 
 
 def on_device(state):
-    """The state as one without offload."""
+    """The state, or the parameters, as without offload."""
     return jax.device_put(host.stacked(state), SingleDeviceSharding(jax.devices()[0]))
 
 
@@ -97,6 +99,60 @@ def test_streamed_bits_are_resident_bits(name, how):
     assert_same(streamed, resident)
 
 
+@pytest.mark.parametrize("name, how", rows(dict.fromkeys(OFTEN + CASES), OFTEN))
+def test_bits_of_weights_on_the_host_are_those_of_weights_on_the_device(name, how):
+    tx, options = options_of(name, how)
+    streamed, resident = (offloaded(tx, weights(), streams=s, **options) for s in (True, False))
+    assert_same(streamed, resident)
+
+
+def test_a_stack_may_be_made_layer_by_layer():
+    params = weights()
+    made = []
+
+    def layers():
+        for i in range(LAYERS):
+            made.append([x for x in jax.live_arrays() if x.shape[:1] == (1,)])
+            yield jax.tree.map(lambda x, i=i: np.asarray(x[i]), params["layers"])
+
+    found = release.offload_weights(MODEL, {**params, "layers": layers()}, min_bytes=0)
+    assert [len(arrays) - len(made[0]) for arrays in made] == [0, 3, 6]  # moved one by one
+    wanted = release.offload_weights(MODEL, jax.tree.map(jnp.array, params), min_bytes=0)
+    assert_same(found, wanted)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(found)}
+    assert kinds == {host.PINNED}
+    with pytest.raises(ValueError, match="no 'layers' in the parameters"):
+        release.offload_weights(MODEL, {"embed": params["embed"]})
+
+
+def test_a_step_holds_the_weights_of_three_layers_and_copies_them_back(monkeypatch):
+    counts, update = [], offload_step.Run.update
+    tx, params = make("flash_lion"), release.offload_weights(MODEL, weights(), min_bytes=0)
+    state, old = release.offload(tx, MODEL, params, min_bytes=0), params["layers"]["w1"].parts
+    shape = old[0].shape
+
+    def counted(*args):
+        here = [a for a in jax.live_arrays() if a.sharding.memory_kind != host.PINNED]
+        counts.append(sum(a.shape == shape and a.dtype == BF16 for a in here))
+        return update(*args)
+
+    monkeypatch.setattr(offload_step.Run, "update", counted)
+    step = release.train_step(tx, MODEL, offload=True)
+    _, new, _ = step(params, state, batches()[0])
+    assert 0 < max(counts) <= 3
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(new)} == {host.PINNED}
+    assert len(old) == LAYERS and all(x.is_deleted() for x in old)
+
+
+def test_an_embedding_is_not_read_by_its_backward_pass():
+    tx, params = make("flash_lion"), weights()
+    step = release.train_step(tx, MODEL, offload=True)
+    run = step._begin(params, release.offload(tx, MODEL, params), batches()[0])
+    names = sorted(params.keys() - {"layers"})
+    assert [names[at] for at in run.programs.schedule.reading[0]] == ["embed"]
+    assert run.programs.pulling == []
+
+
 def test_inputs_of_the_last_stage_are_freed(monkeypatch):
     """An update has its dx beside it, and the next input."""
     counts, update = [], offload_step.Run.update
@@ -115,7 +171,7 @@ def test_inputs_of_the_last_stage_are_freed(monkeypatch):
 def test_layers_of_a_long_step_have_the_memory_of_the_head(monkeypatch):
     """Nor are its state and the sums of its gradients on the device together."""
     Run = offload_step.Run
-    codes, leaving, complete, layer = [], [], Run.complete, Run.layer
+    codes, leaving, complete, arrived = [], [], Run.complete, Run.arrived
     model = dataclasses.replace(MODEL, last=lambda rest, *args: loss(rest["head"], *args))
     params = weights()
     params["head"] = {"embed": params["embed"]}
@@ -126,13 +182,13 @@ def test_layers_of_a_long_step_have_the_memory_of_the_head(monkeypatch):
         codes.append(sum(a.shape == shape and a.dtype == jnp.int8 for a in here))
         return complete(run, key, *args, **how)
 
-    def read(run, path, i):
-        if i == LAYERS - 1:  # the first layer of the backward pass
+    def read(run, key, brought):
+        if key[1] == LAYERS - 1:  # the first layer of the backward pass
             leaving.append(len(run.leaving._stages))
-        return layer(run, path, i)
+        return arrived(run, key, brought)
 
     monkeypatch.setattr(Run, "complete", counted)
-    monkeypatch.setattr(Run, "layer", read)
+    monkeypatch.setattr(Run, "arrived", read)
     offloaded(make("flash_lion"), params, steps=1, model=model, micro_batches=4, at_once=2)
     assert codes and max(codes) == 0
     assert leaving[1::2] == [0, 0]
@@ -205,8 +261,9 @@ def test_micro_batches_of_a_model_with_an_aux_return_the_loss():
 
 
 # ---- compiling ahead -----------------------------------------------------------------------------
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("how", rows([*HOW, "clip", "clip passes"], ["micro", "clip passes"]))
-def test_compiled_steps_compile_nothing(how):
+def test_compiled_steps_compile_nothing(how, streams):
     """Nor does compiling allocate; the bits are those of steps that compile when called."""
     tx, options = options_of("flash_adamw", how)
     step = release.train_step(tx, MODEL, offload=True, **options)
@@ -215,8 +272,12 @@ def test_compiled_steps_compile_nothing(how):
     like = jax.tree.map(lambda x, p: x.update(sharding=p.sharding), like, params)
     gc.collect()
     arrays = len(jax.live_arrays())
+    if streams:
+        like = release.offload_weights(MODEL, like, min_bytes=0)
     step.compile(like, release.offload(tx, MODEL, like, min_bytes=0), some)
     assert len(jax.live_arrays()) <= arrays
+    if streams:
+        params = release.offload_weights(MODEL, params, min_bytes=0)
     state, values = release.offload(tx, MODEL, params, min_bytes=0), batches(2)
 
     def steps(params, state):
@@ -226,7 +287,7 @@ def test_compiled_steps_compile_nothing(how):
 
     (value, params, state), made = programs(lambda: steps(params, state))
     assert made == 0
-    assert_same((value, params, on_device(state)), offloaded(tx, weights(), **options))
+    assert_same((value, on_device(params), on_device(state)), offloaded(tx, weights(), **options))
 
 
 def test_arrays_are_compiled_as_shapes_are():
@@ -363,6 +424,33 @@ def test_a_saved_state_is_resumed_on_the_host_and_on_the_device(tmp_path):
     assert_same(step(params, state, second), wanted)
 
 
+def test_streamed_weights_are_resumed_on_the_host_and_on_the_device(tmp_path):
+    tx = make("flash_lion")
+    params = release.offload_weights(MODEL, weights(), min_bytes=0)
+    state = release.offload(tx, MODEL, params, min_bytes=0)
+    streamed = release.train_step(tx, MODEL, offload=True)
+    first, second = batches(2)
+    _, params, state = streamed(params, state, first)
+    lowmem.checkpoint.save(tmp_path, tx, params, state, step=1)
+    value, params, state = streamed(params, state, second)
+    wanted = value, on_device(params), on_device(state)
+
+    pinned = SingleDeviceSharding(jax.devices()[0], memory_kind=host.PINNED)
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pinned), weights()
+    )
+    params, state = lowmem.checkpoint.restore(tmp_path, tx, like, shardings=pinned)
+    assert all(map(host.is_on_host, jax.tree.leaves((params, state))))
+    params = release.offload_weights(MODEL, params, min_bytes=0)
+    state = release.offload(tx, MODEL, params, state, min_bytes=0)
+    value, params, state = streamed(params, state, second)
+    assert_same((value, on_device(params), on_device(state)), wanted)
+
+    params, state = lowmem.checkpoint.restore(tmp_path, tx, weights())
+    step = jax.jit(release.train_step(tx, MODEL), compiler_options=QUICK_COMPILE)
+    assert_same(step(params, state, second), wanted)
+
+
 # ---- limits --------------------------------------------------------------------------------------
 def test_too_little_memory_is_an_error_that_says_how_much(monkeypatch):
     tx, params = make("flash_lion"), weights()
@@ -375,6 +463,14 @@ def test_too_little_memory_is_an_error_that_says_how_much(monkeypatch):
         with pytest.raises(MemoryError, match=r"layer inputs and sums of gradients needs"):
             step(params, state, batches()[0])
     assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
+    with pytest.raises(MemoryError, match=r"a copy of the weights needs 0.00 GiB"):
+        release.offload_weights(MODEL, params)
+    monkeypatch.setattr(room, "free_bytes", lambda: 10**5)
+    like = jax.eval_shape(lambda: params)
+    like = release.offload_weights(MODEL, like, min_bytes=0)
+    shapes = release.offload(tx, MODEL, like, min_bytes=0)
+    with pytest.raises(MemoryError, match="weights and state, with a step's layer inputs"):
+        step.compile(like, shapes, jax.tree.map(lambda x: jnp.tile(x, (50, 10)), batches()[0]))
 
 
 def test_what_xla_pins_at_most_is_in_the_error(monkeypatch):

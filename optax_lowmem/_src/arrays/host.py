@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Sharding, SingleDeviceSharding
+import numpy as np
+from jax.sharding import Sharding
 
 from optax_lowmem._src.arrays.typing import PyTree
 
@@ -41,21 +41,48 @@ def is_per_layer(node: object) -> bool:
     return isinstance(node, PerLayer)
 
 
+def like(tree: PyTree) -> PyTree:
+    """Return a tree with the shape of the whole array in place of each `PerLayer`."""
+    return jax.tree.map(lambda x: x.like if is_per_layer(x) else x, tree, is_leaf=is_per_layer)
+
+
+def fetched(x: Any) -> np.ndarray:
+    """Return an array of NumPy; unlike `np.asarray(x)`, a JAX array does not keep it."""
+    if isinstance(x, jax.Array):
+        x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x])
+    return np.asarray(x)
+
+
 def stacked(tree: PyTree) -> PyTree:
-    """Return a tree with each `PerLayer` as one array, in the memory of its parts."""
+    """Return parameters, or a state, with one array for all layers of a stack.
+
+    Args:
+      tree: what `release.offload_weights`, `release.offload` or a training step returned.
+
+    Returns:
+      The tree that `lowmem.init` made, with copies of stacks in the memory where their layers are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem import release
+      >>> model = release.Layered(
+      ...     first=lambda rest, batch: batch,
+      ...     layers={"layers": lambda weights, rest, x, batch: x @ weights["w"]},
+      ...     last=lambda rest, x, batch: jnp.mean(x**2),
+      ... )
+      >>> params = release.offload_weights(model, {"layers": {"w": jnp.ones((3, 4, 4))}})
+      >>> release.stacked(params)["layers"]["w"].shape
+      (3, 4, 4)
+    """
 
     def whole(node: PyTree) -> PyTree:
         if not is_per_layer(node):
             return node
-        there = node.parts[0].sharding
-        here = SingleDeviceSharding(device_of(node))
-        array = _concatenated(jax.device_put(list(node.parts), here))
-        return jax.block_until_ready(jax.device_put(array, there))  # one at a time, for memory
+        array = np.concatenate([fetched(x) for x in node.parts])
+        # one at a time, for memory
+        return jax.block_until_ready(jax.device_put(array, node.parts[0].sharding))
 
     return jax.tree.map(whole, tree, is_leaf=is_per_layer)
-
-
-_concatenated = jax.jit(jnp.concatenate)
 
 
 def is_on_host(x: PyTree) -> bool:

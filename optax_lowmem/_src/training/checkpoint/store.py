@@ -166,7 +166,7 @@ def args(
     With a manager and items of yours:
     `manager.save(step, args=ocp.args.Composite(**args(tx, params, state), data=...))`.
     """
-    ocp, state = files.orbax(), host.stacked(state)
+    ocp, (params, state) = files.orbax(), host.stacked((params, state))
     described = metadata(tx, params)
     for problem in array_differences(
         "state", dtypes_and_shapes(state), described["state"], "Save what tx.init made."

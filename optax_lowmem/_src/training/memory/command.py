@@ -21,6 +21,7 @@ from optax_lowmem._src.training.memory.plan import (
     OFFLOAD,
     RELEASE,
     RESIDENT,
+    STREAM,
     ModePlan,
     Plan,
     plan,
@@ -35,6 +36,13 @@ _CARDS = {
     "RTX 4060 Ti 16GB": 16_380, "RTX 4070": 12_282, "RTX 4080": 16_376, "RTX 4090": 24_564,
     "RTX 5070": 12_227, "RTX 5080": 16_303, "RTX 5090": 32_607,
 }  # fmt: skip
+# TFLOP/s of 16-bit products with f32 sums, from the vendors' data sheets
+_TFLOPS = {
+    "V100 16GB": 125, "V100 32GB": 125, "A10": 125, "L4": 121, "L40S": 362, "RTX A6000": 155,
+    "A100 40GB": 312, "A100 80GB": 312, "H100": 989, "H200": 989, "B200": 2250, "RTX 3080": 60,
+    "RTX 3090": 71, "RTX 4080": 97, "RTX 4090": 165, "RTX 5080": 113, "RTX 5090": 210,
+}  # fmt: skip
+_OF_PEAK = 0.7  # what the products of a step reach of these
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 USABLE = 0.93  # of a GPU's memory; the rest is for the driver and gaps between arrays
 LORA = "lora"
@@ -42,6 +50,7 @@ _MEANING = {
     RESIDENT: "All gradients exist at once.",
     RELEASE: "Each layer is updated inside the backward pass.",
     OFFLOAD: "Like release, with the optimizer's state in host memory.",
+    STREAM: "Like release, with weights and state in host memory, copied layer by layer.",
     LORA: "Adapters are trained; the weights are frozen.",
 }
 # number of parameters -> model, and tokens per second with flash_adamw on an NVIDIA H200 by mode
@@ -183,6 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--rank", type=_positive(int), default=16, help="of the adapters (16)")
     add("--pcie", type=_positive(float), default=25.0, metavar="GB/S",
         help="speed of copies to and from the host (25: PCIe 4 x16)")  # fmt: skip
+    add("--tflops", type=_positive(float), help="of 16-bit products; default: of a known GPU")
     args = parser.parse_args(arguments)
     folder = Path(args.params)
     file = folder / "config.json" if folder.is_dir() else folder
@@ -216,21 +226,33 @@ def recommendation(
         if alike and mode.name in speeds:
             yield f"Measured with {model} on an NVIDIA H200: {speeds[mode.name]:,} tokens/s."
     if mode.host:
-        size, seconds = f"{mode.host / 2**30:.2f} GiB", mode.host / (1e9 * args.pcie)
+        forward, backward, back = mode.copies
+        copied, link = forward + backward, 1e9 * args.pcie
         inputs = 2 * (sizes.layers + 1) * sizes.width / 2**10
         yield (
-            f"A step copies {size} to the GPU and {size} back, whatever its batch: {seconds:.2f} s "
-            f"each way at {args.pcie:g} GB/s (computed)."
+            f"A step copies {copied / 2**30:.2f} GiB to the GPU and {back / 2**30:.2f} GiB back, "
+            f"whatever its batch: {copied / link:.2f} s and {back / link:.2f} s at {args.pcie:g} "
+            "GB/s (computed)."
         )
+        peak = args.tflops or next(
+            (speed for card, speed in _TFLOPS.items() if _plain(card) == _plain(args.gpu)), None
+        )
+        if peak:
+            tokens = mode.copies.tokens(number, _OF_PEAK * peak * 1e12, link)
+            yield (
+                f"Copies take as long as computing {tokens:,.0f} tokens (at {_OF_PEAK:.0%} of "
+                f"{peak:g} TFLOP/s): take more in a step, in micro-batches."
+            )
         yield f"Inputs of the layers and the head take {inputs:.0f} KiB of host memory per token."
     flags = {
         RELEASE: " --release",
         OFFLOAD: f" --offload --micro-batch {mode.batch}",
+        STREAM: f" --offload weights --micro-batch {mode.batch}",
         LORA: f" --lora {','.join(lora_names(args.lora))} --rank {args.rank}",
     }
     # XLA's default allocator divides the memory that is left into pieces that are too small
     # https://github.com/jax-ml/jax/pull/25082, https://github.com/marin-community/marin/issues/7115
-    allocator = "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async " if mode.name == OFFLOAD else ""
+    allocator = "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async " if mode.host else ""
     yield (
         f"    {allocator}python examples/finetune.py --model {shlex.quote(str(folder))} "
         f"--data FILE --optimizer {args.optimizer} --sequence {args.sequence} --batch {mode.batch}"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.layers.losses.cross_entropy import chunk_limit, chunks
-from optax_lowmem._src.training.memory.plan import OFFLOAD, RESIDENT, Activations
+from optax_lowmem._src.training.memory.plan import OFFLOAD, RESIDENT, STREAM, Activations
 
 # model_type -> what a config.json may leave out
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -154,7 +154,7 @@ class Decoder:
         Args:
           batch: rows.
           sequence: tokens per row.
-          mode: of the step; with `release` and `offload`, an untied head is updated at once.
+          mode: of the step; but with `resident`, an untied head is updated at once.
           lora: names of adapted matrices; nothing else is trained.
           kept: bytes that each layer keeps per token, such as those of `activation_report`, where
             layers are not stacked; None: its input, from which the backward pass computes it again.
@@ -185,7 +185,7 @@ class Decoder:
             held = table if mode == RESIDENT else 0
             end = 3 * table + held
         inputs = self.layers * (stream if kept is None else kept * tokens)
-        if mode == OFFLOAD:  # most are on the host
+        if mode in (OFFLOAD, STREAM):  # most are on the host
             inputs = _INPUTS * stream
         work, beside = self._layer(tokens, sequence, lora, kept), inputs
         if in_f32:

@@ -10,9 +10,9 @@ import optax
 from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.training.memory.state import UNITS, Report, report, unit_of
 
-RESIDENT, RELEASE, OFFLOAD = "resident", "release", "offload"
-MODES = (RESIDENT, RELEASE, OFFLOAD)
-_IN_FLIGHT = 3  # layers whose state is on the device: one copied in, one updated, one copied out
+RESIDENT, RELEASE, OFFLOAD, STREAM = "resident", "release", "offload", "stream"
+MODES = (RESIDENT, RELEASE, OFFLOAD, STREAM)
+_IN_FLIGHT = 3  # layers that are copied and on the device: one copied in, one at work, one out
 _MOST = 2**16  # rows of a batch
 
 
@@ -31,10 +31,39 @@ class Activations(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """Bytes on the device, beside weights and activations, at a point of a step."""
+    """Bytes on the device, beside activations, at a point of a step."""
 
+    weights: int
     state: int
     gradients: int
+
+
+class Copies(NamedTuple):
+    """Bytes that a step copies between host and device, beside inputs of layers.
+
+    Attributes:
+      forward: to the device in the forward pass: weights.
+      backward: to the device in the backward pass: weights and state.
+      back: from the device in the backward pass.
+    """
+
+    forward: int
+    backward: int
+    back: int
+
+    def tokens(self, parameters: int, flops: float, link: float) -> float:
+        """Return the tokens per step whose computation takes as long as the copies.
+
+        A forward pass takes 2 FLOP per parameter and token, a backward pass 4, and 2 more since
+        layers are recomputed. Both passes must last as long as their copies.
+
+        Args:
+          parameters: number of parameters.
+          flops: FLOP per second of the device.
+          link: bytes per second between host and device, in each direction.
+        """
+        each = max(self.forward / 2, max(self.backward, self.back) / 6) / parameters
+        return each * flops / link
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,29 +72,31 @@ class ModePlan:
 
     Attributes:
       name: `resident`: all gradients exist at once; `release`: those of one layer; `offload`:
-        likewise, and the state is on the host, but for that of a few layers.
-      weights: bytes of the weights, frozen ones included.
-      fixed: bytes of state and gradients at the points of `Activations`.
+        likewise, and the state is on the host, but for that of a few layers; `stream`: likewise,
+        and so are the weights.
+      fixed: bytes of weights (frozen ones included), state and gradients at the points of
+        `Activations`.
       activations: bytes of activations by batch size.
-      host: bytes of the state on the host; a step copies them to the device and back.
+      host: bytes on the host, of the state or of weights and state.
+      copies: what a step copies of them.
       batch: largest batch that fits; 0 if none does.
     """
 
     name: str
-    weights: int
     fixed: tuple[Fixed, Fixed, Fixed]
     activations: Callable[[int], Activations]
     host: int = 0
+    copies: Copies = Copies(0, 0, 0)
     batch: int = 0
 
-    def peak(self, batch: int) -> tuple[int, int, int]:
-        """Return the bytes of state, gradients and activations at the peak of a step."""
+    def peak(self, batch: int) -> tuple[int, int, int, int]:
+        """Return the bytes of weights, state, gradients and activations at the peak of a step."""
         points = zip(self.fixed, self.activations(batch), strict=True)
         return max(((*fixed, size) for fixed, size in points), key=sum)
 
     def total_bytes(self, batch: int) -> int:
         """Return the bytes of the device at the peak of a step with `batch` rows."""
-        return self.weights + sum(self.peak(batch))
+        return sum(self.peak(batch))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +126,7 @@ class Plan:
         yield f"{unit:<10}" + "".join(f"{head:>13}" for head in heads) + "   largest batch"
         for mode in self.modes:
             batch = max(mode.batch, 1)
-            sizes = (mode.weights, *mode.peak(batch), mode.total_bytes(batch), mode.host or None)
+            sizes = (*mode.peak(batch), mode.total_bytes(batch), mode.host or None)
             cells = "".join(
                 f"{'' if size is None else f'{size / UNITS[unit]:.2f}':>13}" for size in sizes
             )
@@ -125,9 +156,10 @@ def plan(
         `activation_report`; or `Activations`, which has the gradients outside the stacks.
       frozen: weights without gradient and state.
       stacks: paths of stacked layers, as in `release.Layered`.
-      modes: of `resident`, `release` and `offload`; the latter two need stacks.
+      modes: of `resident`, `release`, `offload` and `stream`; all but the first need stacks.
       accumulate: whether a step adds up the gradients of several batches, in the dtype of the
-        weights, or with `offload` layer by layer in f32. `release` cannot, and is left out.
+        weights, or with `offload` and `stream` layer by layer in f32. `release` cannot, and is left
+        out.
 
     Returns:
       A `Plan`; print it for a table.
@@ -155,53 +187,67 @@ def plan(
         return size if isinstance(size, Activations) else Activations(0, size, 0)
 
     of_params = report(tx, params)
-    weights = of_params.params_bytes + trees.nbytes(frozen)
+    weights, state = of_params.params_bytes, of_params.state_bytes
+    hosts = {
+        OFFLOAD: (state, Copies(0, state, state)),
+        STREAM: (weights + state, Copies(weights, weights + state, weights + state)),
+    }
     plans = []
     for name, fixed in _fixed(
-        of_params, dict(trees.named_leaves(params)), stacks, whole, accumulate
+        of_params, dict(trees.named_leaves(params)), stacks, whole, accumulate, trees.nbytes(frozen)
     ):
         if name in modes:
-            host = of_params.state_bytes if name == OFFLOAD else 0
-            mode = ModePlan(name, weights, fixed, of_batch, host)
+            mode = ModePlan(name, fixed, of_batch, *hosts.get(name, ()))
             largest = bisect.bisect_right(range(1, _MOST), budget, key=mode.total_bytes)
             plans.append(dataclasses.replace(mode, batch=largest))
     return Plan(budget, tuple(plans))
 
 
 def _fixed(
-    of_params: Report, leaves: dict[str, Any], stacks: Sequence[str], whole: bool, accumulate: bool
+    of_params: Report,
+    leaves: dict[str, Any],
+    stacks: Sequence[str],
+    whole: bool,
+    accumulate: bool,
+    frozen: int,
 ) -> Iterator[tuple[str, tuple[Fixed, Fixed, Fixed]]]:
-    """Yield state and gradients by mode; `whole`: with the gradients outside the stacks."""
-    layers = {path: Fixed(0, 0) for path in stacks}  # one of each stack
-    stacked, largest = 0, Fixed(0, 0)
+    """Yield the fixed bytes by mode; `whole`: with the gradients outside the stacks."""
+    layers = {path: Fixed(0, 0, 0) for path in stacks}  # one of each stack
+    stacked, largest = 0, Fixed(0, 0, 0)
     for path, leaf in leaves.items():
         size = trees.nbytes(leaf)
         state = sum(of_params.by_leaf[path].values()) - size
         stack = next((s for s in stacks if path.startswith(f"{s}/")), None)
         if stack is None:
-            largest = max(largest, Fixed(state, size))
+            largest = max(largest, Fixed(size, state, size))
         else:
             stacked += size
             number, layer = leaf.shape[0], layers[stack]
-            layers[stack] = Fixed(layer.state + state // number, layer.gradients + size // number)
+            one = (size // number, state // number, size // number)
+            layers[stack] = Fixed(*map(sum, zip(layer, one, strict=True)))
     missing = [path for path, layer in layers.items() if not layer.gradients]
     if missing:
         raise ValueError(f"there is no stack '{missing[0]}' in the parameters")
     outside = of_params.params_bytes - stacked if whole else 0
     state, sums = of_params.state_bytes, of_params.params_bytes if accumulate else 0
-    every = Fixed(state, stacked + outside + sums)
-    yield RESIDENT, (Fixed(state, sums), every, every)
+    weights = of_params.params_bytes + frozen
+    every = Fixed(weights, state, stacked + outside + sums)
+    yield RESIDENT, (Fixed(weights, state, sums), every, every)
     if not stacks:
         return
     layer = max(layers.values())
     if not accumulate:
         # the layer's slices, which the update replaces, are copies
-        at_work = Fixed(state + layer.state, layer.gradients + outside)
-        yield RELEASE, (Fixed(state, 0), at_work, Fixed(state, outside))
-    # one layer of the stack is a copy, and gradients of several batches are added in f32; the state
-    # of a leaf outside the stacks is copied in after its gradient, and not beside that of layers
+        at_work = Fixed(weights, state + layer.state, layer.gradients + outside)
+        yield RELEASE, (Fixed(weights, state, 0), at_work, Fixed(weights, state, outside))
+    # gradients of several batches are added in f32; the state of a leaf outside the stacks is
+    # copied in after its gradient, and not beside that of layers
     flight, wide = _IN_FLIGHT * layer.state, 2 if accumulate else 1
-    of_loss = Fixed(0, sums and 2 * largest.gradients)
-    at_work = Fixed(flight, (1 + wide) * layer.gradients + outside)
-    at_end = Fixed(largest.state, outside)
-    yield OFFLOAD, (of_loss, at_work, at_end)
+    of_loss = Fixed(weights, 0, sums and 2 * largest.gradients)
+    # one layer of the stack is a copy
+    at_work = Fixed(weights, flight, (1 + wide) * layer.gradients + outside)
+    yield OFFLOAD, (of_loss, at_work, Fixed(weights, largest.state, outside))
+    # the last layer arrives while the loss is computed
+    of_loss = of_loss._replace(weights=frozen + largest.weights + layer.weights)
+    at_work = Fixed(frozen + _IN_FLIGHT * layer.weights, flight, wide * layer.gradients + outside)
+    yield STREAM, (of_loss, at_work, Fixed(frozen + largest.weights, largest.state, outside))

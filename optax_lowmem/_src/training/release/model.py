@@ -121,40 +121,50 @@ class Parts:
 
 def take_apart(params: optax.Params, paths: Sequence[str]) -> Parts:
     """Split parameters into the stacks at these paths and the rest."""
-
-    def is_stack(path: tuple[object, ...], node: object) -> bool:
-        return trees.path_name(path) in paths
-
-    treedef: Any
-    nodes, treedef = jax.tree_util.tree_flatten_with_path(
-        params, is_leaf=is_stack, is_leaf_takes_path=True
-    )
+    nodes, treedef = named_nodes(params, paths)
     stacks: dict[str, Stack] = {}
     others: list[Any] = []
     indices: list[int] = []
     index = 0
-    for key_path, node in nodes:
-        path, count = trees.path_name(key_path), len(jax.tree.leaves(node))
+    for path, node in nodes:
+        count = len(jax.tree.leaves(node))
         of_node = list(range(index, index + count))
         index += count
         if path in paths:
-            stacks[path] = Stack(node, of_node, _layers_of(path, node))
+            stacks[path] = Stack(node, of_node, layers_of(path, node))
             others.append(None)
         else:
             indices += of_node
             others.append(node)
-    for path in paths:
-        if path not in stacks:
-            known = ", ".join(name for name, _ in trees.named_leaves(params)[:4])
-            raise ValueError(
-                f"there is no '{path}' in the parameters ({known}, ...): `layers` names the "
-                "subtree whose leaves have the layers on axis 0."
-            )
     rest, rest_treedef = jax.tree.flatten(treedef.unflatten(others))
     return Parts(stacks, rest, indices, rest_treedef)
 
 
-def _layers_of(path: str, tree: optax.Params) -> int:
+def named_nodes(params: optax.Params, paths: Sequence[str]) -> tuple[list[tuple[str, Any]], Any]:
+    """Return the nodes at these paths and the leaves elsewhere, with their paths, and the treedef.
+
+    Raises if nothing is at one of the paths.
+    """
+
+    def is_stack(path: tuple[object, ...], node: object) -> bool:
+        return trees.path_name(path) in paths
+
+    flat, treedef = jax.tree_util.tree_flatten_with_path(
+        params, is_leaf=is_stack, is_leaf_takes_path=True
+    )
+    nodes = [(trees.path_name(path), node) for path, node in flat]
+    names = [name for name, _ in nodes]
+    for path in paths:
+        if path not in names:
+            raise ValueError(
+                f"there is no '{path}' in the parameters ({', '.join(names[:4])}, ...): `layers` "
+                "names the subtree whose leaves have the layers on axis 0."
+            )
+    return nodes, treedef
+
+
+def layers_of(path: str, tree: optax.Params) -> int:
+    """Return the number of layers of a stack; raises if its leaves differ in it."""
     leaves = trees.named_leaves(tree)
     if not leaves:
         raise ValueError(f"the stack '{path}' has no leaves: pass the path of the layers.")
@@ -205,7 +215,9 @@ def reads(function: Callable[..., Any], rest: optax.Params, *args: object) -> tu
 def _read(jaxpr: Jaxpr) -> list[bool]:
     """Return whether each input of a jaxpr is (or may be) used, looking into called jaxprs."""
     used = {id(var) for var in jaxpr.outvars}
-    for eqn in jaxpr.eqns:
+    for eqn in reversed(jaxpr.eqns):
+        if not eqn.effects and not any(id(var) in used for var in eqn.outvars):
+            continue  # nothing reads its results
         inner = eqn.params.get("jaxpr")
         inner = getattr(inner, "jaxpr", inner)
         flags = [True] * len(eqn.invars)

@@ -164,7 +164,8 @@ def train_step(
         are scaled by different factors, so it is not clipping by the global norm.
       per_layer: whether an optimizer that reduces over whole tensors (`stable_adamw`'s RMS_t) may
         reduce over each layer, as in the same model unrolled; otherwise it raises an error.
-      offload: whether the state is one of `release.offload`, in host memory; see below.
+      offload: whether the state is one of `release.offload`, in host memory, and the weights, too,
+        if they are those of `release.offload_weights`; see below.
       micro_batches: with `offload`, the number of micro-batches of a batch, as in
         `lowmem.value_and_grad`. All of them pass a layer before the next one, their gradients of
         this layer are added in f32, and the state is copied once per step.
@@ -179,7 +180,8 @@ def train_step(
       aux and the batch is not divided. Jit it with `donate_argnums=(0, 1)`; it donates nothing by
       itself. With `offload` call it without jit: it compiles each stage, and donates params and
       state. `step.compile(params, state, batch)` compiles the stages ahead, from shapes: those of
-      the state are `offload(tx, model, params)` of the parameters' shapes.
+      the state are `offload(tx, model, params)` of the parameters' shapes. With `offload`,
+      `step.loss(params, state, batch)` is the loss of a batch that is not divided, for evaluation.
 
     Raises:
       TypeError: if `model` or `each_gradient` is no function; for `layers` and `has_aux` with a
@@ -198,6 +200,9 @@ def train_step(
     Offload: correction and moments of each layer are copied to the device for its update and back,
     beside the computation of other layers. On the device are the weights, three layers of state and
     the working set; on the host the state and, of all layers, the inputs of the micro-batches.
+    Weights of `offload_weights` are on the host, too, and three layers of them on the device: one
+    is copied ahead of its forward pass, ahead of its backward pass, and back after its update. A
+    leaf outside of stacks, such as an embedding, is on the device while a stage needs it.
 
     Numerics: XLA may fuse the multiply-adds of the two programs differently, which changes last
     bits, and codes only next to a rounding boundary. Adam-mini's block means are computed layer by
