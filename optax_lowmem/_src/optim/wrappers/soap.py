@@ -19,7 +19,7 @@ from optax_lowmem._src.arrays.hyperparameters import (
     complement,
 )
 from optax_lowmem._src.arrays.sharding import left_to_xla, sharding_of
-from optax_lowmem._src.arrays.typing import Arrays, ScalarOrSchedule
+from optax_lowmem._src.arrays.typing import Arrays, ScalarOrSchedule, Structure
 from optax_lowmem._src.optim.step.matrix_axes import Dimensions, Matrices, MatrixAxes
 from optax_lowmem._src.optim.step.storage import Storage, completed
 from optax_lowmem._src.optim.wrappers.compress import compress_state
@@ -150,7 +150,7 @@ class _Soap:
             return moment, moment, *squares, *squares
 
         leaves = [zeros(path, p) for path, p in trees.named_leaves(params)]
-        treedef = jax.tree.structure(params)
+        treedef: Structure = jax.tree.structure(params)
         fields = zip(*leaves, strict=True) if leaves else [()] * 6
         return SoapState(jnp.zeros((), jnp.int32), *map(treedef.unflatten, fields))
 
@@ -185,7 +185,7 @@ class _Soap:
                 direction, leaf = _step_other(wide, leaf, h)
             directions.append(direction.astype(g.dtype))
             new.append((leaf.mu, leaf.nu, *leaf.sides, *leaf.q))
-        treedef = jax.tree.structure(updates)
+        treedef: Structure = jax.tree.structure(updates)
         trees_of = zip(*new, strict=True) if new else [()] * 6
         after = SoapState(optax.safe_increment(count), *map(treedef.unflatten, trees_of))
         return treedef.unflatten(directions), after
