@@ -535,7 +535,7 @@ def test_as_it_is_compiled_otherwise(interpreted, optimizer, bits):
     wanted, found = both(case, options=FULL_COMPILE)
     close(case, wanted, found)
     for plan, one, other in zip(case.plans, wanted, found, strict=True):
-        for slot, codes, codes2 in zip(plan.slots, one[1].slots, other[1].slots, strict=True):
+        for slot, codes, codes2 in zip(plan.slots, one.slots, other.slots, strict=True):
             off = np.abs(np.asarray(codes, np.int32) - np.asarray(codes2, np.int32))
             assert off.max() <= 1, slot.name
 
