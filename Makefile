@@ -87,7 +87,7 @@ tpu-test: .venv-tpu/.has-tpu-test  ## The steps of docs/results/tpu.md compiled 
 	$(TPU) benchmarks.run tpu --record
 
 # Training loops of other frameworks, each with its versions in an environment of its own.
-FRAMEWORKS := easydel equinox kauldron keras levanter maxtext tunix
+FRAMEWORKS := easydel equinox kauldron keras levanter maxtext qwix tunix
 
 .venv-fw-%/.ready: tests/integrations/%.txt pyproject.toml
 	@$(MAKE) -s .venv-fw-$*/bin/python VENV=.venv-fw-$* MINOR=12

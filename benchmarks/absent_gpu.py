@@ -67,7 +67,7 @@ def present(on: Mesh) -> Iterator[None]:
     )
     with (
         mock.patch.object(jax, "devices", lambda: list(on.devices.flat)),
-        mock.patch.object(jax, "local_devices", lambda: [first]),
+        mock.patch.object(jax, "local_devices", lambda backend=None: [first]),
         mock.patch.object(jax, "device_count", lambda: on.size),
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
         mock.patch.object(platform, "no_gpu_reason", lambda: None),

@@ -7,7 +7,8 @@ from typing import Any
 
 # name -> module below benchmarks.suites, and its function that measures, if that is not `main`
 _ALONE = (
-    "checkpoint choose digits finetune kernels memory offload other_gpus plan release report spikes"
+    "checkpoint choose digits finetune kernels memory nf4 offload other_gpus plan qlora "
+    "release report spikes"
 )
 SUITES = {name: name for name in _ALONE.split()}
 SUITES |= {

@@ -20,8 +20,8 @@ SUITES = (
     "activations.tables", "choose", "configurations", "end_to_end.tables", "examples", "frameworks",
     "finetune", "fit.tables", "formats.tables", "kernels", "linear.tables", "memory",
     "mesh.compiled", "mesh.reshard", "mesh.scaling", "mesh.tables",
-    "noise.tables", "offload", "other_gpus", "pairs.budgets", "pairs.muon",
-    "pairs.spread", "plan", "release", "step.tables", "tpu.tables",
+    "nf4", "noise.tables", "offload", "other_gpus", "pairs.budgets", "pairs.muon",
+    "pairs.spread", "plan", "qlora", "release", "step.tables", "tpu.tables",
 )  # fmt: skip
 # module below benchmarks.claims -> name of its table, and of the method
 PAPERS = {

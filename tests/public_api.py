@@ -27,6 +27,7 @@ MODULES = (
     "layers.fp8_flow",
     "layers.fp8_flow.linen",
     "layers.linen",
+    "layers.nf4",
     "levanter",
     "memory",
     "plan",

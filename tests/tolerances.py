@@ -452,6 +452,24 @@ MERGED_EPS = 1
 # 576 terms may be in another order: 3 * sqrt(576) * 2^-24 = 4e-6. (Measured: equal.)
 SEEDS_TOGETHER = 1e-5
 
+# -- NF4 (test_nf4.py) -----------------------------------------------------------------------------
+# Levels published in f32 beside float64: the outermost probability has 7 digits; its error of 3e-8
+# is 3e-8 / 0.073 (the density there) / 1.85 of the largest, 2.5e-7.
+NF4_LEVELS = 2.5e-7
+# Values of the 8-bit map: centres between two f32 numbers (u each), times a power of ten, rounded.
+DYNAMIC_MAP = 4 * 2.0**-24
+# Codes other than the nearest in float64: x / absmax is off by 2 u and the bound between two levels
+# by 2^-23, of a range of 2 that 15 bounds divide: 15 * 3 * 2^-23 < 1e-5, and one code of the few of
+# a test. In bf16 numbers repeat, and so do the ratios of two that are halfway.
+NF4_TIES = 1e-5
+# A mean of 1,000 absmax in f32: 10 levels of a sum of pairs, or 1,000 terms in a row of which each
+# is off by u / 2 at random: 32 u; of a difference from it, which may be 30 times smaller.
+NF4_OFFSET = 1e-4
+# A decoded value: the levels, 2^-23 / 0.0796 of the smallest, and 4 roundings of u.
+NF4_DECODE = 2e-6
+# Products of 256 terms in another order: sqrt(256) * 2^-24, of sums of which a tenth is left.
+NF4_SUM_ORDER = 1e-5
+
 # -- micro-batches in f32 (test_finetune.py) -------------------------------------------------------
 # Norm of the gradient of 4 rows of 95 tokens at once, over that of one row after another: sums of
 # 380 terms in another order, through ten products: 10 * sqrt(380) * 2^-24 = 1.2e-5.

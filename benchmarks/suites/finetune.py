@@ -1,4 +1,4 @@
-"""SmolLM2 fine-tuned on docstrings: all weights in f32 and in bf16, and LoRA.
+"""SmolLM2 fine-tuned on docstrings: all weights in f32 and in bf16, LoRA, and QLoRA.
 
 Each run is one of examples/finetune.py in a process of its own. The texts are the docstrings of
 installed packages, as answers to questions about their functions; every 50th is held out.
@@ -26,7 +26,7 @@ from benchmarks import ROOT, records
 from benchmarks.records import Rows
 from benchmarks.render import GIB, Rendered, Table
 
-BASE, OURS, LORA = "optax.adamw", "flash_adamw", "lora"
+BASE, OURS, LORA, QLORA = "optax.adamw", "flash_adamw", "lora", "qlora"
 MATRICES = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 # name -> what differs
 RUNS = {
@@ -34,10 +34,12 @@ RUNS = {
     OURS: "--optimizer flash_adamw --lr 1e-4",
     LORA: f"--optimizer flash_adamw --lr 1e-3 --lora {MATRICES} --rank 16",
 }
+RUNS[QLORA] = f"{RUNS[LORA]} --base nf4"
 NAMES = {
     BASE: "`optax.adamw`, f32",
     OURS: "`flash_adamw`, bf16",
     LORA: "LoRA, rank 16",
+    QLORA: "QLoRA, rank 16",
 }
 PACKAGES = ("jax", "networkx", "numpy", "scipy", "sklearn", "torch")
 HELD_OUT = 50  # one of so many docstrings
@@ -234,7 +236,7 @@ def draw() -> Any:
         for impl in RUNS
         if impl in found
     }
-    colors = dict(zip(RUNS, (style.BLACK, style.VERMILION, style.BLUE), strict=True))
+    colors = dict(zip(RUNS, (style.BLACK, style.VERMILION, style.BLUE, style.GREEN), strict=True))
     for impl, of in curves.items():
         steps = list(next(iter(of.values())))
         means = [statistics.mean(one[step] for one in of.values()) for step in steps]

@@ -87,6 +87,7 @@ class Case:
 CASES = {
     "Llama-3.1-8B": Case(MODELS["8B"], 8, mode="release"),
     "Llama-3.1-8B, LoRA": Case(MODELS["8B"], 8, mode="lora"),
+    "Llama-3.1-8B, QLoRA": Case(MODELS["8B"], 1, mode="qlora", late=True),
     "Llama-3.2-1B, 2 micro-batches": Case(MODELS["1B"], 32, micro_batches=2),
     "Llama-3.2-1B, FP8 activations": Case(MODELS["1B"], 4, remat="none", activations="fp8"),
     "Qwen2.5-3B": Case(QWEN, 6, 3072, optimizer="flash_lion", late=True),
@@ -99,16 +100,19 @@ CASES = {
 
 
 def make(case: Case) -> tuple[Any, Any, Any]:
-    """Return (step, start, model) of a case: start() makes (trained, frozen, state, batch)."""
+    """Return (step, start, model) of a case: start() makes (trained, frozen, state, batch).
+
+    Its argument are weights; by default it draws them.
+    """
     from _llama.config import CUDNN, XLA, Settings
     from _llama.huggingface import shape_of
-    from _llama.model import Llama, Lora, Packed
+    from _llama.model import Llama, Lora, Packed, in_4_bits
     from _llama.optimizer import make_optimizer, weights_dtype
     from finetune import make_step
 
     shape = shape_of(case.model)
     names, rank = LORA
-    lora = Lora(names, rank, 2.0 * rank) if case.mode == "lora" else None
+    lora = Lora(names, rank, 2.0 * rank) if case.mode in ("lora", "qlora") else None
     released = case.mode == "release"
     settings = Settings(
         preset="", optimizer=case.optimizer, shape=shape, sequence=case.sequence, batch=case.batch,
@@ -121,11 +125,13 @@ def make(case: Case) -> tuple[Any, Any, Any]:
         shape, "bfloat16", CUDNN if fused else XLA, case.remat, lora=lora,
         activations=case.activations, stacked=case.remat == "full",
     )  # fmt: skip
+    model = in_4_bits(model) if case.mode == "qlora" else model
     dtype = functools.partial(weights_dtype, settings)
 
-    def start() -> tuple[Any, ...]:
+    def start(weights: Any = None) -> tuple[Any, ...]:
         key, length = jax.random.key(0), case.sequence
-        weights = dataclasses.replace(model, lora=None).weights(key, dtype)
+        if weights is None:
+            weights = dataclasses.replace(model, lora=None).weights(key, dtype)
         tokens = jax.random.randint(key, (case.batch, length + 1), 0, shape.vocab)
         ones = jnp.ones((case.batch, length))
         batch = Packed(tokens, jnp.zeros_like(tokens), ones)
@@ -248,18 +254,19 @@ def comparison(rows: Rows) -> Table:
 
 def fits(rows: Rows) -> str:
     del rows
-    head = ["GPU", *(f"{name}, {kind}" for name in MODELS for kind in ("all weights", "LoRA"))]
+    kinds = ("all weights", "LoRA", "QLoRA")
+    head = ["GPU", *(f"{name}, {kind}" for name in MODELS for kind in kinds)]
     body = []
     for card in CARDS:
         cells = []
         for config in MODELS.values():
             budget = int(plan.USABLE * card * GIB)
             found = plan.plan_decoder(plan.decoder(config), "flash_adamw", budget, SEQUENCE, LORA)
-            *whole, adapters = found.modes
+            *whole, in_bf16, in_4_bits = found.modes
             best = next((mode for mode in whole if mode.batch), None)
             host = f" ({best.host / GIB:.0f})" if best and best.host else ""
             cells.append(f"{best.name}, {best.batch}{host}" if best else "no")
-            cells.append(str(adapters.batch) if adapters.batch else "no")
+            cells += [str(mode.batch) if mode.batch else "no" for mode in (in_bf16, in_4_bits)]
         body.append([f"{card} GB", *cells])
     return markdown(head, body)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from _gpt.arguments import number, positive
-from _llama.config import PLAIN, SPLIT, STATE, WEIGHTS
+from _llama.config import NF4, PLAIN, SPLIT, STATE, WEIGHTS
 from _llama.optimizer import NAMES, RATE_FACTORS
 
 import optax_lowmem as lowmem
@@ -82,6 +82,9 @@ def parse_arguments(description: str, arguments: list[str] | None = None) -> arg
         help="train adapters of these matrices: q_proj,v_proj or all-linear")  # fmt: skip
     add("--rank", type=positive, default=16, help="of adapters (16)")
     add("--alpha", type=_ABOVE_0, help="of adapters (twice the rank)")
+    add("--base", choices=(NF4,), metavar="FORMAT",
+        help="of the layers' frozen matrices, with --lora: nf4, 4.13 bits per weight (QLoRA); "
+        "default: as in --model")  # fmt: skip
     add("--freeze", type=checked(re.compile, "no regular expression: "), metavar="PATTERN",
         help="regular expression on paths such as layers/0/mlp/up_proj/kernel")  # fmt: skip
     add("--print-every", type=positive, default=10, metavar="N", help="steps (10)")
@@ -110,6 +113,8 @@ def parse_arguments(description: str, arguments: list[str] | None = None) -> arg
     no_decay = args.optimizer in lowmem.OPTIMIZERS and "weight_decay" not in (
         inspect.signature(lowmem.OPTIMIZERS[args.optimizer].make).parameters
     )
+    if args.base and not args.lora:
+        parser.error(f"--base {args.base} is for frozen weights: add --lora all-linear")
     whole = not args.offload and args.micro_batch not in (None, args.batch)
     for one, other, given in (
         ("lora", "--freeze", args.freeze),

@@ -13,8 +13,8 @@ import numpy as np
 import optax
 from _gpt.arguments import compute_dtype
 from _llama import choose, huggingface
-from _llama.config import FULL, WEIGHTS, Settings, Shape
-from _llama.model import LAYERS, Llama, Lora, Packed, leaf_path
+from _llama.config import FULL, NF4, WEIGHTS, Settings, Shape
+from _llama.model import LAYERS, Llama, Lora, Packed, in_4_bits, leaf_path
 from _llama.optimizer import make_optimizer, weights_dtype
 
 from optax_lowmem import plan
@@ -82,6 +82,8 @@ def make_setup(args: argparse.Namespace, shape: Shape, steps: int) -> Setup:
     )  # fmt: skip
     lora = Lora(plan.lora_names(args.lora), args.rank, args.alpha) if args.lora else None
     model = Llama(shape, settings.compute, choose.attention(settings), FULL, lora=lora)
+    if args.base == NF4:
+        model = in_4_bits(model)
     if settings.release and len(set(model.slides)) > 1:
         raise ValueError("--release needs equal layers, and some of this model's have a window")
     schedule = make_schedule(args, steps)
@@ -99,7 +101,7 @@ def make_setup(args: argparse.Namespace, shape: Shape, steps: int) -> Setup:
 
 def paths_of(model: Llama) -> list[str]:
     """Return the paths of the parameters of a model without adapters, with layers apart."""
-    apart = dataclasses.replace(model, stacked=False, lora=None)
+    apart = dataclasses.replace(model, stacked=False, lora=None, in_4_bits=False)
     leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(apart.weights, jax.random.key(0)))
     return [leaf_path(keys) for keys, _ in leaves]
 

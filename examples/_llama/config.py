@@ -15,6 +15,7 @@ NONE, DOTS, FULL = "none", "dots", "full"  # --remat
 # --head: the `products` of its loss
 STATE, WEIGHTS, ON_DEVICE = "pinned_host", "weights", "device"  # --offload
 HEADS = {STANDARD: "input", FP8: "fp8", "fp8-gradients": "fp8-gradients"}
+NF4 = "nf4"  # --base
 NOISE = ("od", "qkv", "out", "up", "down", "all")  # --noise
 # --linear: the dot_general of the layers' matrices; None: JAX's. Embedding and head keep it.
 # `-auto`: in 8 bits where that is faster.

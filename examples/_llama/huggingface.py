@@ -28,9 +28,11 @@ from jax.sharding import PartitionSpec as P
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from optax_lowmem.layers import nf4
+
 from .config import Shape
 from .configuration import CONFIG, looks_like, read_config, read_json, shape_of
-from .model import LAYERS, Llama, leaf_path
+from .model import LAYERS, Llama, is_matrix, leaf_path
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
@@ -184,6 +186,8 @@ def load(
 ) -> dict[str, Any]:
     """Return the weights of a folder; adapters are not in the folder, nor in the result.
 
+    Where the model has matrices in 4 bits, each is quantized when it is read.
+
     Args:
       folder: with `config.json` and safetensors.
       model: of the folder's shape.
@@ -197,21 +201,28 @@ def load(
     dtype = dtype or stored_dtype(folder)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def put(stack: jax.Array, tensor: jax.Array, index: int) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stack, tensor, index, 0)
+    def put(stack: Any, tensor: Any, index: int) -> Any:
+        return jax.tree.map(
+            lambda s, t: jax.lax.dynamic_update_index_in_dim(s, t, index, 0), stack, tensor
+        )
 
-    def leaf(keys: tuple[Any, ...], like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+    def leaf(keys: tuple[Any, ...], _: jax.ShapeDtypeStruct, sharding: Any) -> Any:
         path = leaf_path(keys)
         kind = dtype(path)
         if not (model.stacked and path.startswith(f"{LAYERS}/")):
             return jax.device_put(read(path, kind), sharding)
-        stack = jnp.zeros(like.shape, kind, device=sharding)
+        layers, of_one, stack = model.shape.layers, sharding, None
+
+        def empty(x: jax.Array) -> jax.Array:
+            return jnp.zeros((layers, *x.shape), x.dtype, device=sharding)
+
         if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
-        for i in range(model.shape.layers):
-            tensor = read(path.replace(LAYERS, f"{LAYERS}/{i}", 1), kind)
-            stack = put(stack, jax.device_put(tensor, sharding), i)
-            stack.block_until_ready()  # tensors that are read ahead would wait in memory
+            of_one = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+        for i in range(layers):
+            tensor = jax.device_put(read(path.replace(LAYERS, f"{LAYERS}/{i}", 1), kind), of_one)
+            if stack is None:
+                stack = jax.tree.map(empty, tensor)
+            stack = jax.block_until_ready(put(stack, tensor, i))  # one tensor at a time in memory
         return stack
 
     if shardings is None:
@@ -235,14 +246,16 @@ def load_in_turn(folder: Path, model: Llama, dtype: Callable[[str], Any]) -> dic
     return tree(like, "", "") | {LAYERS: layers}
 
 
-def _opened(folder: Path, model: Llama) -> tuple[Any, Callable[[str, Any], np.ndarray]]:
+def _opened(folder: Path, model: Llama) -> tuple[Any, Callable[[str, Any], Any]]:
     """Return the shapes of a folder's weights, and a function of path and dtype that reads one."""
-    model, tensors = dataclasses.replace(model, lora=None), tensors_of(folder)
-    like = jax.eval_shape(model.weights, jax.random.key(0))
-    _check(folder, model, like, tensors)
+    plain, tensors = dataclasses.replace(model, lora=None, in_4_bits=False), tensors_of(folder)
+    like = jax.eval_shape(plain.weights, jax.random.key(0))
+    _check(folder, plain, like, tensors)
 
-    def read(path: str, dtype: Any) -> np.ndarray:
+    def read(path: str, dtype: Any) -> Any:
         stored = tensors[file_name(path)].read()
+        if model.in_4_bits and is_matrix(path):
+            return nf4.quantize(stored)
         stored = stored.T if path.endswith(_TRANSPOSED) else stored
         return np.ascontiguousarray(stored).astype(dtype)
 
@@ -281,7 +294,9 @@ def save(folder: Path, source: Path, model: Llama, trained: Any, dtype: Any = No
     """Write a folder that transformers loads: a source folder with trained weights.
 
     Configuration, tokenizer and weights that were not trained are copied from `source`. Adapters
-    are merged in f32. A model in `folder` is replaced once the new one is complete.
+    are merged in f32. A matrix that the model has in 4 bits is written as what its codes stand for,
+    beside which adapters were trained. A model in `folder` is replaced once the new one is
+    complete.
 
     Args:
       folder: to write.
@@ -297,20 +312,29 @@ def save(folder: Path, source: Path, model: Llama, trained: Any, dtype: Any = No
     stored = tensors_of(source)
     changed = {part.name: part for part in parts(trained)}
     lora = model.lora and model.lora.alpha / model.lora.rank
+    plain = dataclasses.replace(model, lora=None, in_4_bits=False)
+    like = [*parts(jax.eval_shape(plain.weights, jax.random.key(0)))]
+    in_4_bits = {part.name for part in like if model.in_4_bits and is_matrix(part.path)}
 
     def adapter(name: str, letter: str) -> str:
         return name.replace(".weight", f".lora_{letter}.weight")
 
     def kind(name: str) -> np.dtype:
-        trains = name in changed or adapter(name, "A") in changed
+        trains = name in changed or adapter(name, "A") in changed or name in in_4_bits
         return jnp.dtype(dtype) if dtype and trains else stored[name].dtype
+
+    def base(name: str) -> np.ndarray:
+        value = stored[name].read()
+        return np.asarray(nf4.dequantize(nf4.quantize(value))) if name in in_4_bits else value
 
     def array(name: str) -> np.ndarray:
         if name in changed:
             value = changed[name].read()
         elif adapter(name, "A") in changed:
             a, b = (changed[adapter(name, of)].read().astype(np.float32) for of in "AB")
-            value = stored[name].read().astype(np.float32) + np.float32(lora) * (b @ a)
+            value = base(name).astype(np.float32) + np.float32(lora) * (b @ a)
+        elif name in in_4_bits:
+            value = base(name)
         else:
             return stored[name].read()
         with np.errstate(over="ignore"):
@@ -319,8 +343,6 @@ def save(folder: Path, source: Path, model: Llama, trained: Any, dtype: Any = No
             raise ValueError(f"{name} has numbers that are not finite in {value.dtype}")
         return value
 
-    plain = dataclasses.replace(model, lora=None)
-    like = parts(jax.eval_shape(plain.weights, jax.random.key(0)))
     sizes = {part.name: math.prod(part.shape) * kind(part.name).itemsize for part in like}
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=lambda size: size, max_shard_size=_SHARD_BYTES,

@@ -207,35 +207,56 @@ class Lora:
     alpha: float
 
 
-class Adapted(nnx.Module):
+class Frozen(nnx.Module):
+    """A matrix, which may be in 4 bits, as a file has it: [outputs, inputs]."""
+
+    def __init__(self, base: nnx.Linear):
+        self.kernel, self.bias = base.kernel, base.bias
+
+    def __call__(self, x):
+        kernel, product = self.kernel.get_value(), layers.nf4.matmul
+        y = product(x, kernel, transposed=True) if is_in_4_bits(kernel) else x @ kernel
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Adapted(Frozen):
     """A matrix with an adapter, whose B starts at zero."""
 
     def __init__(self, base: nnx.Linear, lora: Lora, rngs: nnx.Rngs):
+        super().__init__(base)
         width, outputs = base.kernel.shape
-        self.kernel, self.bias, self.scale = base.kernel, base.bias, lora.alpha / lora.rank
-        bound = width**-0.5
+        self.scale, bound = lora.alpha / lora.rank, width**-0.5
         drawn = jax.random.uniform(rngs.params(), (width, lora.rank), minval=-bound, maxval=bound)
         self.lora_a = nnx.Param(drawn)
         self.lora_b = nnx.Param(jnp.zeros((lora.rank, outputs)))
 
     def __call__(self, x):
-        y = x @ self.kernel[...]
-        if self.bias is not None:
-            y = y + self.bias[...]
-        return y + (x @ self.lora_a[...]) @ self.lora_b[...] * self.scale
+        return super().__call__(x) + (x @ self.lora_a[...]) @ self.lora_b[...] * self.scale
 
 
-def adapt(block: Block, lora: Lora, rngs: nnx.Rngs) -> None:
-    """Give the matrices of a layer that `lora` names an adapter."""
+def adapt(block: Block, lora: Lora, in_4_bits: bool, rngs: nnx.Rngs) -> None:
+    """Give the matrices of a layer that `lora` names an adapter; others may be in 4 bits too."""
     for parent in (block.self_attn, block.mlp):
-        for name in lora.names:
-            if hasattr(parent, name):
-                setattr(parent, name, Adapted(getattr(parent, name), lora, rngs))
+        for name, base in vars(parent).copy().items():
+            if name in lora.names:
+                setattr(parent, name, Adapted(base, lora, rngs))
+            elif in_4_bits and isinstance(base, nnx.Linear):
+                setattr(parent, name, Frozen(base))
 
 
 def is_norm(path: str) -> bool:
     """Return whether a parameter is the scale of a norm."""
     return path.endswith("scale")
+
+
+def is_matrix(path: str) -> bool:
+    """Return whether a parameter is a matrix of the layers, which `--base nf4` has in 4 bits."""
+    return path.startswith(f"{LAYERS}/") and path.endswith("kernel")
+
+
+def is_in_4_bits(leaf: Any) -> bool:
+    """Return whether a leaf of parameters is a matrix in 4 bits."""
+    return isinstance(leaf, layers.nf4.NF4Array)
 
 
 def leaf_path(keys: tuple[Any, ...]) -> str:
@@ -250,6 +271,8 @@ def _keeps(primitive: Any, *args: Any, **params: Any) -> bool:
     return attention or products(primitive, *args, **params)
 
 
+# tokens whose logits exist at once; few cost little where no gradient of the head is summed
+_CHUNK_BESIDE_4_BITS = 512
 # name of `activations` -> how the library's layer keeps them
 _RECIPES = {LEAN: layers.fp8_flow.Recipe(storage="bf16"), FP8: layers.fp8_flow.Recipe()}
 # name of `remat` -> what of a layer the backward pass does not compute anew
@@ -297,6 +320,7 @@ class Llama:
     # products' results; FP8: codes of them in 8 bits
     activations: str = STANDARD
     lora: Lora | None = None  # adapters of the layers' matrices
+    in_4_bits: bool = False  # the frozen matrices of the layers
     stacked: bool = True
     unroll: int = 1  # layers in a step of the scan; its arrays are not copied to and from stacks
     loss: Callable[..., jax.Array] = layers.linear_cross_entropy  # on a mesh, given its specs
@@ -305,7 +329,7 @@ class Llama:
         rngs = nnx.Rngs(key)
         block = Block(self.shape, self.attention, rngs)
         if self.lora is not None:
-            adapt(block, self.lora, rngs)
+            adapt(block, self.lora, self.in_4_bits, rngs)
         return block
 
     def _low_memory_block(self, key: jax.Array) -> layers.Fp8LlamaBlock:
@@ -352,7 +376,10 @@ class Llama:
         def stored(module: nnx.Module, prefix: str = "") -> Any:
             def round_to(keys: tuple[Any, ...], w: jax.Array) -> jax.Array:
                 w = jax.lax.reduce_precision(w, 8, 7)  # the same start whatever it is stored as
-                return w.astype(dtype(prefix + leaf_path(keys)))
+                path = prefix + leaf_path(keys)
+                if self.in_4_bits and is_matrix(path):
+                    return layers.nf4.quantize(w.T)
+                return w.astype(dtype(path))
 
             weights = nnx.to_pure_dict(nnx.state(module, nnx.Param))
             return jax.tree_util.tree_map_with_path(round_to, weights)
@@ -387,9 +414,10 @@ class Llama:
         """Parameters in the dtype of matrix products, but for norms."""
 
         def cast(keys: tuple[Any, ...], w: jax.Array) -> jax.Array:
-            return w if is_norm(leaf_path(keys)) else w.astype(self.compute)
+            kept = is_in_4_bits(w) or is_norm(leaf_path(keys))
+            return w if kept else w.astype(self.compute)
 
-        return jax.tree_util.tree_map_with_path(cast, params)
+        return jax.tree_util.tree_map_with_path(cast, params, is_leaf=is_in_4_bits)
 
     def first(self, rest: Any, batch: jax.Array | Packed) -> jax.Array:
         """[batch, length, width] of tokens [batch, length + 1]."""
@@ -531,3 +559,15 @@ class Llama:
         body = self.rematerialised(lambda x, own: self.layer(own, None, x, None))
         report = memory.activation_report(body, x, layer, weights=1)
         return self.shape.layers * report.total_bytes
+
+
+def in_4_bits(model: Llama) -> Llama:
+    """Return a model with adapters whose other matrices are in 4 bits, and few logits at once.
+
+    Raises:
+      ValueError: if NF4 does not take a matrix of this shape.
+    """
+    loss = functools.partial(model.loss, chunk_tokens=_CHUNK_BESIDE_4_BITS)
+    model = dataclasses.replace(model, in_4_bits=True, loss=loss)
+    jax.eval_shape(model.weights, jax.random.key(0))
+    return model

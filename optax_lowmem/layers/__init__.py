@@ -17,7 +17,7 @@ from optax_lowmem._src.layers.switchback.dot_general import (
 )
 from optax_lowmem._src.layers.switchback.linen import SwitchBackDense
 from optax_lowmem._src.layers.switchback.nnx import LayerScale, SwitchBackLinear
-from optax_lowmem.layers import fp8_flow
+from optax_lowmem.layers import fp8_flow, nf4
 from optax_lowmem.layers import linen as linen
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "convert",
     "fp8_flow",
     "linear_cross_entropy",
+    "nf4",
     "renew_noise",
     "switchback_dot_general",
 ]

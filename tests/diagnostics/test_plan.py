@@ -136,7 +136,8 @@ def test_command(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA_8B))
     lines = run(capsys, "--params", str(tmp_path), "--gpu", "80GiB")
-    assert [line.split()[0] for line in lines[3:7]] == ["resident", "release", "offload", "stream"]
+    modes = ["resident", "release", "offload", "stream", "lora", "qlora"]
+    assert [line.split()[0] for line in lines[3:9]] == modes
     command = f"    python examples/finetune.py --model {tmp_path} --data FILE"
     assert lines[-1].startswith(command) and lines[-1].endswith("--batch 23")
     lines = run(capsys, "--params", str(file), "--gpu", "48GiB")
@@ -174,19 +175,22 @@ def test_names_of_gpus(tmp_path, capsys):
 def test_optax_in_f32(tmp_path, capsys):
     """16 bytes of weights, state and gradients per parameter, and no modes of this package's."""
     sizes = plan.decoder(LLAMA_8B)
-    resident, lora = plan.plan_decoder(sizes, "optax.adamw", 0, 2048, (("q_proj",), 8)).modes
+    modes = plan.plan_decoder(sizes, "optax.adamw", 0, 2048, (("q_proj",), 8)).modes
+    resident, lora, qlora = modes
     number = sum(math.prod(p.shape) for p in jax.tree.leaves(sizes.params()))
     table = 128_256 * 4096
     held, state, gradients, _ = resident.peak(1)
     assert held == 4 * number
     assert state == 8 * number + 4 and gradients == 4 * (number - 2 * table - 4096)
     adapters = 4 * 32 * 8 * (4096 + 4096)
-    assert lora.name == "lora" and lora.peak(1)[0] - adapters == 2 * (
-        number + 65 * 4096
-    )  # f32 norms
+    of_lora, of_qlora = (mode.peak(1)[0] for mode in (lora, qlora))
+    assert lora.name == "lora" and of_lora - adapters == 2 * (number + 65 * 4096)  # f32 norms
+    matrices = number - 2 * table - 65 * 4096
+    saved = (2 - 1 / 2 - 1 / 64 - 1 / 4096) * matrices - 4 * 7 * 32  # and an offset for each
+    assert qlora.name == "qlora" and of_lora - of_qlora == saved
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     lines = run(capsys, "--params", str(tmp_path), "--gpu", "H200", "--optimizer", "optax.adamw")
-    assert [line.split()[0] for line in lines[3:5]] == ["resident", "lora"]
+    assert [line.split()[0] for line in lines[3:6]] == ["resident", "lora", "qlora"]
     assert lines[-1].count("--optimizer optax.adamw") == 1
 
 

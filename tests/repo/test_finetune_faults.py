@@ -48,6 +48,7 @@ pytestmark = pytest.mark.usefixtures("finetune")
         ("--release --micro-batch 1", "--release does not go with --micro-batch without --offload"),
         ("--release --skip-nonfinite", "--release does not go with --skip-nonfinite"),
         ("--lora q_proj --freeze embed", "--lora does not go with --freeze"),
+        ("--base nf4", "--base nf4 is for frozen weights: add --lora all-linear"),
     ],
 )
 def test_arguments_that_are_refused(finetune, folder, tmp_path, capsys, more, message):

@@ -20,7 +20,7 @@ pytest.importorskip("rich")
 
 from benchmarks import ROOT, absent_gpu, records, render, run, small_gpu, tables
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes
-from benchmarks.suites import kernels, memory, offload, plan, release
+from benchmarks.suites import kernels, memory, nf4, offload, plan, release
 from benchmarks.suites.end_to_end import bench as end_to_end
 from benchmarks.suites.fit import bench as fit
 from benchmarks.suites.linear import bench as linear
@@ -115,6 +115,9 @@ SUITES = [
             jax.jit(function, donate_argnums=donated).lower(*args).compile()))),
     Smoke("memory", "", ("budget",), ((sizes, "measure", lambda *of: []),
           (memory, "PUBLISHED", ADAMW_OF_8B)), **ON_A_CPU),
+    Smoke("nf4", "", ("nf4",), ((nf4, "SHAPE", (64, 256)),)),
+    Smoke("nf4", "--times", (), ((nf4, "TOKENS", 8), (nf4, "MATRIX", (64, 128)))),
+    Smoke("qlora", "--here --only tiny", ("qlora",)),
     Smoke("checkpoint", "--parameters 65536", (), **ON_A_CPU),
     Smoke("kernels", "--tiny --backends interpret --repeats 1 --case codes-rows",
           ("gpu_kernels",),

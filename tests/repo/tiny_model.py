@@ -3,6 +3,9 @@
 import json
 import shutil
 
+import jax
+import jax.numpy as jnp
+
 from tests.repo.pages import ROOT
 
 TINY = ROOT / "tests/golden/huggingface"
@@ -30,6 +33,21 @@ def make_folder(out, kind="llama"):
         for q, a in FACTS * 12
     ]
     (out / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return out
+
+
+def make_wide_folder(out):
+    """Write a Llama as `make_folder`, whose matrices have inputs of whole blocks of NF4."""
+    from _llama import huggingface, model
+    from safetensors.numpy import save_file
+
+    make_folder(out)
+    config = json.loads((out / "config.json").read_text())
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    (out / "config.json").write_text(json.dumps(config | sizes))
+    weights = model.Llama(huggingface.read_shape(out, print)).weights(jax.random.key(3))
+    arrays = {p.name: p.read().astype(jnp.bfloat16).copy() for p in huggingface.parts(weights)}
+    save_file(arrays, out / "model.safetensors", {"format": "pt"})
     return out
 
 

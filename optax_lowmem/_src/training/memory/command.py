@@ -45,13 +45,14 @@ _TFLOPS = {
 _OF_PEAK = 0.7  # what the products of a step reach of these
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 USABLE = 0.93  # of a GPU's memory; the rest is for the driver and gaps between arrays
-LORA = "lora"
+LORA, QLORA = "lora", "qlora"
 _MEANING = {
     RESIDENT: "All gradients exist at once.",
     RELEASE: "Each layer is updated inside the backward pass.",
     OFFLOAD: "Like release, with the optimizer's state in host memory.",
     STREAM: "Like release, with weights and state in host memory, copied layer by layer.",
     LORA: "Adapters are trained; the weights are frozen.",
+    QLORA: "Adapters are trained; the weights are frozen, the layers' matrices in 4 bits.",
 }
 # number of parameters -> model, and tokens per second with flash_adamw on an NVIDIA H200 by mode
 MEASURED = {
@@ -102,7 +103,8 @@ def plan_decoder(
       optimizer: name in `OPTIMIZERS`, or `optax.adamw`, whose weights are f32.
       budget: bytes of the device that the step may use.
       sequence: tokens per row.
-      lora: adapters, for one more mode that trains them alone.
+      lora: adapters, for two more modes that train them alone: with the weights in bf16, and with
+        the layers' matrices in NF4 where the model's widths are multiples of 64.
       accumulate: as in `memory.plan`.
 
     Returns:
@@ -124,12 +126,16 @@ def plan_decoder(
         plans += make(
             trained, activations=functools.partial(activations, mode=mode), modes=(mode,)
         ).modes
-    if lora is not None:
-        of_adapters = functools.partial(activations, lora=lora[0], in_f32=False)
+    for name, frozen in ((LORA, weights), (QLORA, sizes.in_4_bits())):
+        if lora is None or frozen is None:
+            continue
+        of_adapters = functools.partial(
+            activations, lora=lora[0], in_f32=False, in_4_bits=name == QLORA
+        )
         (mode_plan,) = make(
-            adapters, frozen=weights, activations=of_adapters, modes=(RESIDENT,)
+            adapters, frozen=frozen, activations=of_adapters, modes=(RESIDENT,)
         ).modes
-        plans.append(dataclasses.replace(mode_plan, name=LORA))
+        plans.append(dataclasses.replace(mode_plan, name=name))
     return Plan(budget, tuple(plans))
 
 
@@ -250,6 +256,7 @@ def recommendation(
         STREAM: f" --offload weights --micro-batch {mode.batch}",
         LORA: f" --lora {','.join(lora_names(args.lora))} --rank {args.rank}",
     }
+    flags[QLORA] = f"{flags[LORA]} --base nf4"
     # XLA's default allocator divides the memory that is left into pieces that are too small
     # https://github.com/jax-ml/jax/pull/25082, https://github.com/marin-community/marin/issues/7115
     allocator = "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async " if mode.host else ""

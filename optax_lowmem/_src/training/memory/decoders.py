@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.arrays import trees
+from optax_lowmem._src.arrays import nf4, trees
 from optax_lowmem._src.layers.losses.cross_entropy import chunk_limit, chunks
 from optax_lowmem._src.training.memory.plan import OFFLOAD, RESIDENT, STREAM, Activations
 
@@ -35,6 +35,7 @@ _UNSET = {
 }
 _ROPE_TYPES = ("default", "linear", "llama3")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_CHUNK_BESIDE_4_BITS = 512  # tokens whose logits exist at once, as in examples/finetune.py
 _INPUTS = 3  # of layers, on the device while the others are on the host: in, at work, out
 
 
@@ -136,6 +137,20 @@ class Decoder:
             result["lm_head"] = {"kernel": table.update(shape=(self.width, self.vocab))}
         return result
 
+    def in_4_bits(self) -> Any:
+        """Return the weights as shapes, with the layers' matrices in NF4; None if they cannot be.
+
+        NF4 takes matrices whose inputs are multiples of 64.
+        """
+        if any(size % nf4.BLOCK for size in (self.width, self.heads, self.hidden)):
+            return None
+        result = self.params()
+        for name in MATRICES:
+            own = result["layers"][name]
+            _, inputs, outputs = own["kernel"].shape
+            own["kernel"] = jax.eval_shape(nf4.quantize, self._stack(outputs, inputs))
+        return result
+
     def _stack(self, *shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.layers, *shape), dtype)
 
@@ -148,6 +163,7 @@ class Decoder:
         kept: int | None = None,
         accumulate: bool = False,
         in_f32: bool = False,
+        in_4_bits: bool = False,
     ) -> Activations:
         """Estimate the activations in bf16, and the gradients of embedding and head.
 
@@ -160,9 +176,11 @@ class Decoder:
             layers are not stacked; None: its input, from which the backward pass computes it again.
           accumulate: whether the gradients are added to those of other batches.
           in_f32: whether the weights are f32, of which products take copies in bf16.
+          in_4_bits: whether the layers' matrices are in NF4, of which each is decoded when it is
+            multiplied.
         """
         tokens = batch * sequence
-        limit = chunk_limit(self.vocab)
+        limit = _CHUNK_BESIDE_4_BITS if in_4_bits else chunk_limit(self.vocab)
         number, length = chunks((batch, sequence) if batch <= limit else (tokens,), limit)
         logits = length * (batch if batch <= limit else 1) * self.vocab
         stream, table = 2 * tokens * self.width, 2 * self.vocab * self.width
@@ -193,6 +211,8 @@ class Decoder:
             if not accumulate:
                 held, end = 2 * table, 6 * table if self.tied else 4 * table
             work += 2 * trees.nbytes(self.params()["layers"]) // self.layers
+        if in_4_bits:
+            work += 2 * self.width * max(self.hidden, self.heads)
         if kept is not None:  # freed layer by layer, while gradients come into being
             beside = max(inputs - trees.nbytes(self.params()["layers"]), 0)
         return Activations(inputs + loss, beside + held + work, end)
