@@ -95,8 +95,8 @@ class Preset:
 
 
 # 60m to 350m are the sizes that papers on low-memory training compare on; 1b, 3b, 8b, 14b, 32b and
-# 30b are Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B, Qwen2.5-14B and Qwen2.5-32B (without the biases of
-# their attention, which layers that keep less do not have), and LLaMA-30B (2023).
+# 30b are Llama-3.2-1B, Llama-3.2-3B, Llama-3.1-8B, Qwen2.5-14B, Qwen2.5-32B and LLaMA-30B (2023).
+# 14b and 32b are without attention's biases, which layers with lean activations do not have.
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(Shape(4, 64, 192, 4, 2, 256), 64, 8, 60, 1e-2),
     "60m": Preset(Shape(8, 512, 1376, 8, 8, 32_000), 256, 128, 2_000, 2e-3),
