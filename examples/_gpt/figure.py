@@ -83,7 +83,7 @@ def _draw_curves(axes: plt.Axes, result: dict[str, Any]) -> None:
                   label=f"{_NAMES[impl]}: {run['val_loss']:.4f}")  # fmt: skip
     seeds = len(result["seeds"])
     mean = f", mean of {seeds} seeds" if seeds > 1 else ""
-    axes.set_title(f"Held-out loss, nats per {unit(result["settings"])}{mean}")
+    axes.set_title(f"Held-out loss, nats per {unit(result['settings'])}{mean}")
     axes.set_ylim(*_loss_limits(result))
     axes.grid(axis="y")
     axes.legend(loc="upper right", handlelength=2.4, labelcolor="linecolor")
