@@ -217,9 +217,9 @@ def test_what_is_cut_is_noticed(chromium, served):
     """The check of `test_nothing_is_cut` on a page that has all faults."""
     chromium.open(served)
     chromium.evaluate("""document.querySelector('article').insertAdjacentHTML('beforeend',
-      '<div style="overflow: hidden"><table><tr><td style="min-width: 3000px">hidden</td></tr>' +
-      '</table></div><div class="language-python"><pre><code style="display: block; overflow: ' +
-      'auto">' + 'x'.repeat(500) + '</code></pre></div>')""")
+      '<div style="overflow: hidden"><table class="wide" style="width: 3000px"><tr><td>hidden' +
+      '</td></tr></table></div><div class="language-python"><pre><code style="display: block; ' +
+      'overflow: auto">' + 'x'.repeat(500) + '</code></pre></div>')""")
     found = chromium.evaluate(CUT.replace("SCROLLING", "true"))
     assert [one.partition(":")[0] for one in found] == ["TABLE", "CODE"]
 
