@@ -119,19 +119,19 @@ def stale_corrections(
     rounded = {d.path for d in decisions if d.slot == "correction" and not d.form}
     of_split = [path for path in changed if path not in rounded]
     of_rounded = [path for path in changed if path in rounded]
-    error = (
+    stale = (
         f"the updates of {trees.some_of(of_split)} are changed after the split of their "
         "master weights, which makes the corrections stale. Put the transformation that "
         "changes them inside: "
         f"{_INSIDE}."
     )
-    warning = (
+    twice = (
         f"the updates of {trees.some_of(of_rounded)} are changed after their 16-bit weights "
         "were rounded stochastically: the changes are rounded to nearest, and steps under half "
         "an ulp of a weight are lost. Put the transformation that changes them before the "
         f"optimizer, or inside a split: {_INSIDE}."
     )
-    return ChangesAfter((error,) * bool(of_split), (warning,) * bool(of_rounded))
+    return ChangesAfter((stale,) * bool(of_split), (twice,) * bool(of_rounded))
 
 
 # Optimizers of optax that use differences of weights, which the rounding of masters distorts.
