@@ -1,4 +1,4 @@
-"""Writes the table of tested versions into CONTRIBUTING.md, from the last lines of `.ci/run`.
+"""Writes the table of tested versions into docs/internals, from the last lines of `.ci/run`.
 
 `.ci/run | tee ci.log; python -m tools.ci_table ci.log`
 """
@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
+PAGE = Path(__file__).parents[1] / "docs/internals/versions.md"
 BEGIN, END = "<!-- ci -->\n", "<!-- end -->"
 _STAGE = re.compile(
     r"^(\S+) +ok +(\d+)s of +\d+s +(\d+) passed, 0 failed +"

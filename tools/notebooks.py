@@ -9,6 +9,7 @@ benchmarks/excerpts.py makes it. With --check it fails where one is out of date.
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import excerpts
-from tools.address import BRANCH, address
+from tools.address import BRANCH, address, settings
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
 QUICK = "OPTAX_LOWMEM_QUICK"  # 1 in the environment: the sizes that tests run
-NEEDS = "flax matplotlib"  # beside the package
+# in the code of a notebook -> the extra whose requirements it needs
+_USES = {r"^\s*(?:import|from) flax\b": "flax", r"\blowmem\.checkpoint\b": "checkpoint"}
+_DRAWING = "matplotlib"  # of the extra `examples`
 _BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
 _STYLE = ROOT / "benchmarks/style.py"
 _RUN = "from nbclient.cli import main; main()"
@@ -62,10 +65,20 @@ def source(cell: dict[str, Any]) -> str:
     return "".join(cell["source"])
 
 
-def install(where: str) -> str:
+def needs(book: dict[str, Any]) -> list[str]:
+    """Return what a notebook requires beside the package and its dependencies."""
+    cells = [cell for cell in book["cells"] if "install" not in cell["metadata"].get("tags", ())]
+    code = "\n".join(source(cell) for cell in cells if cell["cell_type"] == "code")
+    extras = settings()["project"]["optional-dependencies"]
+    drawing = [one for one in extras["examples"] if one.startswith(_DRAWING)]
+    used = [extras[extra] for use, extra in _USES.items() if re.search(use, code, re.MULTILINE)]
+    return sum(used, drawing)
+
+
+def install(where: str, needed: list[str]) -> str:
     """Return the first cell of code."""
     what = f"optax-lowmem @ git+{where}" if where else ""
-    return _INSTALL.format(what=what, needs=NEEDS)
+    return _INSTALL.format(what=what, needs=" ".join(f'"{one}"' for one in needed))
 
 
 def badge(name: str, where: str) -> str:
@@ -91,7 +104,7 @@ def filled(book: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     first["source"] = (badge(name, where) + prose).splitlines(keepends=True)
     for cell in book["cells"]:
         for tag in cell["metadata"].get("tags", ()):
-            new = {"install": lambda: install(where), "style": style}.get(tag)
+            new = {"install": lambda: install(where, needs(book)), "style": style}.get(tag)
             if tag.startswith("records:"):
                 new = excerpts.EXCERPTS[tag.removeprefix("records:")]
             if new:

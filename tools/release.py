@@ -1,7 +1,7 @@
 """Sets the version everywhere: `python -m tools.release 1.2.3`, before the tag v1.2.3.
 
-The version stands in pyproject.toml, CITATION.cff and docs/citation.md, and the changes of
-`[Unreleased]` in CHANGELOG.md become its own. `--check v1.2.3` fails unless all four agree.
+The version stands in the files of `PLACES`, and the changes of
+`[Unreleased]` in CHANGELOG.md become its own. `--check v1.2.3` fails unless all agree.
 """
 
 import argparse
@@ -16,6 +16,7 @@ PLACES = {
     "pyproject.toml": (r'(?m)^(version = ")', '"'),
     "CITATION.cff": (r"(?m)^(version: )", ""),
     "docs/citation.md": (r"(version = \{)", r"\}"),
+    "tools/conda_recipe.yaml": (r'(?m)^(  version: ")', '"'),
 }
 _UNRELEASED = "## [Unreleased]\n"
 

@@ -9,6 +9,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
+from .report import unit  # noqa: E402
 from .train import F32, LOWMEM  # noqa: E402
 
 _INK, GREY, BLUE = "#000000", "#6B6B6B", "#0072B2"
@@ -73,7 +74,6 @@ def _curves(run: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw_curves(axes: plt.Axes, result: dict[str, Any]) -> None:
-    unit = "byte" if result["settings"]["tokenizer"] == "byte" else "token"
     for impl, run in result["runs"].items():
         ours = impl == LOWMEM
         steps, losses = _curves(run)
@@ -83,7 +83,7 @@ def _draw_curves(axes: plt.Axes, result: dict[str, Any]) -> None:
                   label=f"{_NAMES[impl]}: {run['val_loss']:.4f}")  # fmt: skip
     seeds = len(result["seeds"])
     mean = f", mean of {seeds} seeds" if seeds > 1 else ""
-    axes.set_title(f"Held-out loss, nats per {unit}{mean}")
+    axes.set_title(f"Held-out loss, nats per {unit(result['settings'])}{mean}")
     axes.set_ylim(*_loss_limits(result))
     axes.grid(axis="y")
     axes.legend(loc="upper right", handlelength=2.4, labelcolor="linecolor")
@@ -146,7 +146,7 @@ def _draw_memory(axes: plt.Axes, runs: dict[str, Any]) -> None:
         axes.text(x, top + 0.02 * tallest, f"{top:.2f}{share}", ha="center", va="bottom",
                   fontsize=15, fontweight="bold", color=_COLOURS[impl])  # fmt: skip
         axes.text(x, -0.02 * tallest, _NAMES[impl], ha="center", va="top", fontsize=11)
-    axes.set_title("Bytes per parameter")
+    axes.set_title("Bytes per parameter, with gradients")
     axes.set_xlim(-0.6, len(runs) - 0.4)
     axes.set_ylim(0, 1.1 * tallest)
     axes.set_xticks([])

@@ -19,6 +19,11 @@ LABELS = {F32: "f32", LOWMEM: "low memory"}
 _OF_PROGRAM = ("compile_s", "peak_bytes", "parameters")
 
 
+def unit(settings: dict[str, Any]) -> str:
+    """Return what a token of a run is, for losses: a byte or a token of its BPE."""
+    return "byte" if settings["tokenizer"] == "byte" else "token"
+
+
 def run_numbers(run: Run, settings: Settings) -> dict[str, Any]:
     """One run of one seed, ready for JSON."""
     return {
@@ -96,7 +101,7 @@ def table(result: dict[str, Any]) -> Table:
     def megabytes(run: dict[str, Any]) -> str:
         return f"[bold]{run['bytes_per_param']['total'] * run['parameters'] / 1e6:,.1f}"
 
-    row("validation loss, nats per token", loss)
+    row(f"validation loss, nats per {unit(settings)}", loss)
     if settings["tokenizer"] == "bpe":
         per_token = result["data"]["bytes_per_token"]
         row("validation loss, nats per byte", lambda r: f"{r['val_loss'] / per_token:.4f}")

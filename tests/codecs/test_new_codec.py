@@ -1,4 +1,4 @@
-"""A new codec says itself what it stores: the one of CONTRIBUTING, with five codes in a byte."""
+"""A new codec says itself what it stores: the one of docs/internals, with five codes in a byte."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from optax_lowmem._src.kernels import group_codec
 from optax_lowmem._src.optim.step import choose
 from tests.pages import page_block
 
-CODEC = page_block("CONTRIBUTING.md", "class TernaryCodec")["TernaryCodec"]()
+CODEC = page_block("docs/internals/extending.md", "class TernaryCodec")["TernaryCodec"]()
 STORAGE = lowmem.Storage(mu=CODEC, group_size=40, policy=lowmem.Policy(min_size=0))
 
 

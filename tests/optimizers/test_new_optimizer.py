@@ -17,7 +17,7 @@ from tests.checkpoint import test_checkpoint_optax as of_checkpoint
 from tests.contract import test_contract_matrix as of_contract
 from tests.pages import page_block
 
-FILE = page_block("CONTRIBUTING.md", "class RmsRule")  # the file of the optimizer
+FILE = page_block("docs/internals/extending.md", "class RmsRule")  # the file of the optimizer
 flash_rmsprop, RECORD = FILE["flash_rmsprop"], FILE["RECORD"]
 # where master_params looks for states
 FILE["FlashRmsState"].__module__ = "optax_lowmem._src.optim.optimizers.rmsprop"

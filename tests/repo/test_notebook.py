@@ -1,16 +1,16 @@
-"""The notebooks run alone, as Colab would: in an empty folder, with nothing but a wheel."""
+"""The notebooks run alone: in an empty folder, with what their first cells install."""
 
 import base64
+import functools
+import shlex
 import struct
 import subprocess
 import sys
-import sysconfig
-import zipfile
-from pathlib import Path
 
 import jax
 import pytest
 
+from tests.repo import readers
 from tests.repo.pages import ROOT
 from tools import address, notebooks
 
@@ -94,9 +94,9 @@ def test_installs_what_a_reader_names(tmp_path, where):
     shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell()
     asked = []
     shell.register_magic_function(asked.append, magic_name="pip")
-    cell = notebooks.install("").replace("optax_lowmem as", "not_installed as")
+    cell = notebooks.install("", ["a>=1", "b"]).replace("optax_lowmem as", "not_installed as")
     ran = shell.run_cell(cell.replace('INSTALL = ""', f'INSTALL = "{where}"', 1))
-    assert asked == ([f'install -q "{where}" {notebooks.NEEDS}'] if where else [])
+    assert asked == ([f'install -q "{where}" "a>=1" "b"'] if where else [])
     assert isinstance(ran.error_in_exec, ImportError)
     assert ("make wheel" in str(ran.error_in_exec)) != bool(where)
 
@@ -111,48 +111,66 @@ def test_filled_cells_follow_their_files():
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    """An interpreter that has the built wheel and the installed packages, and no repository."""
-    folder = tmp_path_factory.mktemp("reader")
+def reader(tmp_path_factory):
+    """Makes the interpreter of a reader: what a first cell installs, and no repository."""
+    folder = tmp_path_factory.mktemp("readers")
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     subprocess.run([*build, "--wheel-dir", folder, ROOT], check=True, timeout=300)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
-    made = folder / "venv/bin/python"
-    ask = [made, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = Path(subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip())
     (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as opened:
-        opened.extractall(site)
-    # packages of this environment, but none of its .pth files: an editable install is one
-    (site / "installed.pth").write_text(sysconfig.get_path("purelib"))
-    return made
+
+    @functools.cache
+    def make(*needed):
+        return readers.environment(folder / str(len(list(folder.iterdir()))), wheel, needed)
+
+    return make
 
 
-def test_the_reader_has_no_repository(python, tmp_path):
-    """Or a notebook that imports from it would pass here and fail for everybody else."""
-    ask = "import optax_lowmem; print(optax_lowmem.__file__)\nimport benchmarks"
+def installed_by(name):
+    """What the first cell of a notebook gives to pip, beside the package."""
+    (line,) = [line for line in readers.lines(PATHS[name]) if "%pip" in line]
+    what, *needed = shlex.split(line.strip().removeprefix("%pip install -q "))
+    assert what == "$INSTALL"
+    return needed
+
+
+def ask(python, program, cwd):
     environment = notebooks.bare({"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, quick=True)
     assert environment == {"PATH": "/usr/bin:/bin", notebooks.QUICK: "1"}
-    done = subprocess.run(
-        [python, "-c", ask], cwd=tmp_path, env=environment, capture_output=True, text=True
+    return subprocess.run(
+        [python, "-c", program], cwd=cwd, env=environment, capture_output=True, text=True
     )
+
+
+def test_the_reader_has_no_repository(reader, tmp_path):
+    """Or a notebook that imports from it would pass here and fail for everybody else."""
+    python = reader("matplotlib")
+    done = ask(python, "import optax_lowmem as o; print(o.__file__)\nimport benchmarks", tmp_path)
     assert str(python.parents[1]) in done.stdout and str(ROOT) not in done.stdout
     assert "No module named 'benchmarks'" in done.stderr
 
 
+def test_the_reader_has_no_more_than_the_cell_installs(reader, tmp_path):
+    python = reader("matplotlib")
+    save = "import matplotlib, optax_lowmem as lowmem\n"
+    save += "lowmem.checkpoint.save('run', lowmem.flash_adamw(1.0), {}, {}, step=1)"
+    assert "checkpoints need Orbax and xxhash" in ask(python, save, tmp_path).stderr
+    for name in ("flax", "sklearn", "safetensors"):
+        assert f"No module named '{name}'" in ask(python, f"import {name}", tmp_path).stderr
+
+
 @pytest.mark.parametrize("name", PICTURES)
-def test_runs_alone(name, python, monkeypatch):
+def test_runs_alone(name, reader, monkeypatch):
     """Every cell, with its assertions, draws what is stored, at the sizes of tests."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    book = notebooks.executed(PATHS[name], str(python), quick=True)
+    book = notebooks.executed(PATHS[name], str(reader(*installed_by(name))), quick=True)
     assert len(pictures(book)) == PICTURES[name]
     assert all(cell["execution_count"] for cell in codes(book))
 
 
-def test_a_failing_notebook_fails(python, tmp_path):
+def test_a_failing_notebook_fails(reader, tmp_path):
     book = notebooks.read(PATHS["quickstart"])
     broken = {**book["cells"][1], "source": ["assert 1 == 2, 'as it must'"], "outputs": []}
     path = tmp_path / "broken.ipynb"
     path.write_text(notebooks.text(book | {"cells": [broken]}), encoding="utf-8")
     with pytest.raises(RuntimeError, match="broken.ipynb failed(.|\n)*as it must"):
-        notebooks.executed(path, str(python), quick=True)
+        notebooks.executed(path, str(reader("matplotlib")), quick=True)

@@ -171,6 +171,9 @@ def test_workflows_run_what_exists():
     assert re.findall(r"python -m (\S+)", text) == ["tools.release"]
     assert all("permissions: { contents: read }" in one for one in workflows.values())
     assert [name for name, one in workflows.items() if "pypi-publish" in one] == ["release"]
+    uses = re.findall(r"uses: (.*)", text)
+    assert len(uses) > 10
+    assert not [one for one in uses if not re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", one)]
 
 
 def test_the_oldest_versions_are_the_lower_bounds():

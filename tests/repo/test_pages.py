@@ -109,6 +109,7 @@ def test_user_pages_are_short():
     assert not {name: count for name, count in words.items() if count > 1_500}
     lines = README.read_text("utf-8").splitlines()
     assert len(lines) <= 130
+    assert len((ROOT / "CONTRIBUTING.md").read_text("utf-8").split()) <= 1_200
     assert not re.findall(r"\b(?=\w*\d)(?=\w*[a-f])[\da-f]{7,40}\b", "\n".join(lines))  # commits
 
 

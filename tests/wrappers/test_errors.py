@@ -317,6 +317,24 @@ def test_arguments(kind, message, call):
         call()
 
 
+MISFITS = {  # a mask, and how the error describes it, in a line
+    "missing": ({"block": True}, "it has no value for norm"),
+    "unknown": ({"block": {"kernel": True, "bias": False}, "norm": True},
+                "its block/bias is no parameter"),
+    "renamed": ({"blok": True, "norm": True},
+                "it has no value for block/kernel, and its blok is no parameter"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISFITS.values(), ids=MISFITS)
+def test_a_mask_that_does_not_fit_is_described_by_paths(case):
+    mask, fault = case
+    for make in (lambda: adamw(mask=mask), lambda: flash(policy=Policy(mask=mask))):
+        with raises(f"does not fit the parameters .block/kernel, norm.: {fault}. Give") as error:
+            make().init(weights())
+        assert "\n" not in str(error.value)
+
+
 def test_group_size_through_inject_hyperparams():
     def make(learning_rate, group_size):
         return lowmem.flash_adamw(learning_rate, storage=Storage(group_size=group_size))

@@ -21,9 +21,9 @@ def both(*links):
     return optax.chain(*links), optax.named_chain(*zip("zyx", links, strict=False))
 
 
-def test_what_changes_updates_after_the_split_is_warned_of():
+def test_what_changes_updates_after_the_split_raises():
     for tx in both(lowmem.flash_sgd(1.0), optax.scale(1e-4)):
-        with pytest.warns(UserWarning, match="changed after the split of their master weights"):
+        with pytest.raises(ValueError, match="changed after the split of their master weights"):
             lowmem.init(tx, PARAMS)
     for tx in both(optax.clip_by_global_norm(1.0), lowmem.flash_sgd(1.0)):
         lowmem.init(tx, PARAMS)  # a warning is an error here

@@ -71,6 +71,37 @@ def test_state_and_parameters_in_each_others_place(make):
     lowmem.step(tx, GRADS, state, params)
 
 
+# ---- what changes weights or updates behind the optimizer ------------------------------------
+STARTS_OF_SPLIT = {
+    "lowmem.init": lambda tx: lowmem.init(tx, PARAMS),
+    "traced": lambda tx: jax.eval_shape(lambda p: lowmem.init(tx, p), PARAMS),
+    "TrainState": lambda tx: TrainState.create(apply_fn=None, params=PARAMS, tx=tx),
+}
+
+
+@pytest.mark.parametrize("begin", STARTS_OF_SPLIT.values(), ids=STARTS_OF_SPLIT)
+def test_a_scale_after_the_optimizer(begin):
+    tx = optax.chain(lowmem.flash_adamw(1e-3), optax.scale(0.5))
+    with pytest.raises(ValueError, match=r"bias, kernel are changed after.*Put the transf"):
+        begin(tx)
+    begin(optax.chain(optax.scale(0.5), lowmem.flash_adamw(1e-3)))
+    lowmem.init(tx, PARAMS, jnp.float32)  # f32 weights have no correction
+
+
+def test_half_precision_weights_of_no_optimizer_are_not_rounded_silently():
+    """float16 has three more bits than bfloat16; with a split, the correction keeps them."""
+    half = {"kernel": jnp.full((64, 128), 1.0009765625, jnp.float16)}  # 1 + 2^-10
+    weights, state = lowmem.init(lowmem.flash_adamw(1e-3), half)
+    assert weights["kernel"].dtype == jnp.bfloat16
+    assert_same(lowmem.master_params(weights, state), jax.tree.map(jnp.float32, half))
+    with pytest.raises(ValueError, match="'kernel' would be rounded from float16 to bfloat16"):
+        lowmem.init(optax.adamw(1e-3), half)
+    kept, _ = lowmem.init(optax.adamw(1e-3), half, jnp.float16)
+    assert kept["kernel"] is half["kernel"]
+    rounded, _ = lowmem.init(optax.adamw(1e-3), half, allow_rounding=True)
+    assert float(rounded["kernel"][0, 0]) == 1.0
+
+
 # ---- patterns, dtypes ----------------------------------------------------------------------------
 MISSPELT = {
     "flash_adamw": lambda policy: lowmem.flash_adamw(1e-3, storage=Storage(policy=policy)),

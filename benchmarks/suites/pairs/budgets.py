@@ -99,13 +99,13 @@ def table(rows: Rows) -> Table:
 
 
 def message(found: list[Choice]) -> str:
-    """Say how many states of 8 and of 4 bits are shown to reach AdamW's loss."""
+    """Say how many optimizers with moments of 8 and of 4 bits reach AdamW's loss."""
     counts = []
     for bits in (8, 4):
         own = [one.reached for one in found if one.four_bits == (bits == 4)]
         if own:
-            counts.append(f"{sum(own) or 'none'} of {len(own)} states of {bits} bits")
-    return f"A GPT of 42 million weights: shown to reach AdamW's loss are {' and '.join(counts)}"
+            counts.append(f"{sum(own) or 'none'} of {len(own)} optimizers with {bits}-bit moments")
+    return f"A GPT of 42 million weights: {' and '.join(counts)} reach AdamW's loss"
 
 
 def larger(rows: Rows) -> Table:

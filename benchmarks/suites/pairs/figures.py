@@ -25,7 +25,6 @@ SHORT = RESULTS / "pairs-gpt2-124m-200-adam.npz"
 SMALL = RESULTS / "pairs-smoke-gpt2-400-adam.npz"
 LLAMA = RESULTS / "pairs-llama-58m-adam.npz"
 PAIRS = {"adam": ("adamw", "flash_adamw", BLUE), "lion": ("lion", "flash_lion", ORANGE)}
-NAMES = 6.0  # bytes where names stand: no state is between 5.2 bytes and the 12 of AdamW
 FROM = 100  # steps: before, losses fall too steeply to be compared
 Line = tuple[str, str, str]  # baseline, label, color
 CONTROL: dict[str, Line] = {
@@ -147,38 +146,37 @@ def coat() -> Any:
 
 
 def bytes_and_losses() -> Any:
+    """A row for each state, of the most bytes first: its difference with interval, and bytes."""
     rows = all_records()
     found, plain = budgets.choices(rows), budgets.size_of(rows, budgets.BASE)
     assert found and plain
-    figure, axes = plt.subplots(figsize=(8.4, 4))
-    states = [found[-1].size["value"] - 0.3, NAMES - 0.1]  # the names are to the right of them
+    shown = [one for one in found if math.isfinite(one.pair.interval.mean)]  # others diverged
+    figure, axes = plt.subplots(figsize=(8.4, 4.4))
+    names, sizes = [plain["says"]], [plain["value"]]
+    axes.plot([0], [0], "s", color=GREY)
     for margin, alpha in ((budgets.FOUR_BITS, 0.15), (MARGIN, 0.2)):
-        axes.fill_between(states, -margin.size, margin.size, color=GREY, alpha=alpha, lw=0)
-    axes.plot(states, [0, 0], color=GREY, lw=1, zorder=0)
-    axes.plot([plain["value"]], [0], "s", color=GREY)
-    axes.annotate(plain["says"], (plain["value"], 0), (0, 8), textcoords="offset points",
-                  ha="center", color=GREY, fontsize=8)  # fmt: skip
-    drawn: list[float] = []
-    for one in found:
+        axes.axvspan(-margin.size, margin.size, color=GREY, alpha=alpha, lw=0)
+    for row, one in enumerate(shown, 1):
         mean, low, high = dataclasses.astuple(one.pair.interval)
-        if not math.isfinite(mean):
-            continue  # it diverged, as the table says
-        # of equal bytes, beside each other
-        size = one.size["value"]
-        x = size + 0.09 * sum(abs(size - other) < 0.05 for other in drawn)
-        drawn.append(size)
         color = ORANGE if one.four_bits else BLUE
-        axes.plot([x], [mean], "o", color=color, mfc=color if one.reached else "white")
+        axes.plot([mean], [row], "o", color=color, mfc=color if one.reached else "white")
         if math.isfinite(low):
-            axes.plot([x, x], [low, high], color=color, zorder=1)
-        label = f"{one.size['says']}: {mean:+.2f} %, {size:.2f} bytes"
-        axes.plot([x, NAMES], [mean, mean], color=color, lw=0.6, ls=":", label=label)
-    axes.set(
-        xlabel="bytes per parameter: weights, corrections, moments and scales",
-        title=f"% over AdamW's held-out loss, intervals of 90 %; filled: up to {MARGIN.size:g} % "
-        f"(8 bits), {budgets.FOUR_BITS.size:g} % (4 bits)",
+            axes.plot([low, high], [row, row], color=color, zorder=1)
+        names.append(one.size["says"])
+        sizes.append(one.size["value"])
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    beside = axes.secondary_yaxis("right")
+    beside.set_yticks(range(len(sizes)), [f"{size:.2f}" for size in sizes])
+    beside.set_ylabel("bytes per parameter: weights and state")
+    for side in (axes, beside):
+        side.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(
+        "held-out loss over AdamW's, %, with intervals of 90 %\n"
+        f"blue: 8-bit moments, filled if at most {MARGIN.size:g}; "
+        f"orange: 4-bit moments, filled if at most {budgets.FOUR_BITS.size:g}"
     )
-    name_lines(axes)
     headline(figure, budgets.message(found))
     return figure
 

@@ -186,9 +186,15 @@ def broadcast_prefix(what: str, prefix: object, tree: object) -> list[PyTree]:
         spread = jax.tree.map(lambda value, sub: jax.tree.map(lambda _: value, sub), prefix, tree)
     except ValueError as error:
         names = [name for name, _ in named_leaves(tree)]
+        given = [name for name, _ in named_leaves(prefix)]
+        missing = [n for n in names if not any(f"{n}/".startswith(f"{g}/") for g in given)]
+        unknown = [g for g in given if not any(f"{n}/".startswith(f"{g}/") for n in names)]
+        faults = [f"it has no value for {some_of(missing)}"] if missing else []
+        faults += [f"its {some_of(unknown)} is no parameter"] if unknown else []
         raise ValueError(
-            f"{what} does not fit the parameters ({', '.join(names[:3])}, ...): give a tree of "
-            f"bools of their structure, a prefix of it, or a function of them. {error}"
+            f"{what} does not fit the parameters ({some_of(names)}): "
+            f"{', and '.join(faults) or 'its containers are of other types'}. Give a tree of bools "
+            "of their structure, a prefix of it, or a function of them."
         ) from error
     return jax.tree.leaves(spread)
 

@@ -79,7 +79,8 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
     state, result = context.dry_run(tx, params)
     decisions = [d for d in result if d.slot != "step"]
     warnings = unmatched_patterns((pattern for d in result for pattern in d.patterns), params)
-    warnings += stale_corrections(tx, params, state, decisions)
+    changes = stale_corrections(tx, params, state, decisions)
+    warnings += [*changes.errors, *changes.warnings]
     warnings += rounded_distances(state)
     settled = {d.path for d in decisions if d.slot == "correction"}
     decisions += [

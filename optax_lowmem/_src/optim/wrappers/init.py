@@ -34,17 +34,19 @@ def init(
     Every split inside `tx` (through chain, masked, partition, MultiSteps, inject_hyperparams) gets
     the corrections of its leaves. A leaf without a split would be rounded to nearest, and every
     later step under half an ulp would be lost: this raises an error unless `allow_rounding` is set.
+    float16 parameters become bfloat16, too, unless you pass `dtype=jnp.float16`; corrections keep
+    the bits that bfloat16 has not.
 
     Args:
       tx: an optimizer.
-      params: f32 parameters.
+      params: f32 parameters, or 16-bit ones.
       dtype: bfloat16, float16 or float32 for the weights, or a function (path, leaf) -> dtype.
       keep_f32: glob patterns on leaf paths, such as `("*norm*",)`: these weights are f32 whatever
         `dtype` is.
       seed: seed of stochastic rounding, an integer that replaces `Storage.seed`; may be traced (one
         for each member of an ensemble). For a key of `jax.random`, pass `jax.random.bits(key)`.
-      allow_rounding: round f32 leaves that no optimizer splits to 16-bit weights, for example
-        frozen ones. Not needed for optimizers with `Storage(master_weight_bits=None)`.
+      allow_rounding: round leaves that no optimizer splits to 16-bit weights, for example frozen
+        ones. Not needed for optimizers with `Storage(master_weight_bits=None)`.
 
     Returns:
       (weights, state). Leaves that are neither cast nor split are the given arrays, so a step that
@@ -54,8 +56,9 @@ def init(
     Raises:
       TypeError: for float64 parameters, and for parameters that are not floats unless a mask or
         partition excludes them; excluded ones are returned unmodified. For a string as `keep_f32`.
-      ValueError: if two optimizers split one leaf, an f32 leaf would lose precision, or a pattern
-        of `keep_f32` matches no leaf.
+      ValueError: if two optimizers split one leaf, a leaf would lose precision, a transformation
+        after the optimizer changes the updates of leaves with a correction (found by a trial step
+        on small leaves), or a pattern of `keep_f32` matches no leaf.
 
     Memory: 2 bytes per 16-bit weight plus 1 or 2 for its correction, 4 per f32 weight.
 
@@ -78,10 +81,14 @@ def init(
         for path, leaf in leaves.items()
     }
     shapes = [jax.ShapeDtypeStruct(leaf.shape, dtypes[path]) for path, leaf in leaves.items()]
-    _, decisions = context.dry_run(tx, jax.tree.unflatten(treedef, shapes))
+    like = jax.tree.unflatten(treedef, shapes)
+    state_like, decisions = context.dry_run(tx, like)
     splits = _splits(decisions, dtypes)
     if not allow_rounding:
         _check_rounding(leaves, dtypes, decisions)
+    changes = stale_corrections(tx, like, state_like, decisions)
+    for error in changes.errors:
+        raise ValueError(error)
     changed = {
         path: (splits.get(path), leaf, dtypes[path])
         for path, leaf in leaves.items()
@@ -104,7 +111,7 @@ def init(
     params = jax.tree.unflatten(treedef, weights)
     for warning in (
         *unmatched_patterns((pattern for d in decisions for pattern in d.patterns), params),
-        *stale_corrections(tx, params, state, decisions),
+        *changes.warnings,
         *rounded_distances(state),
     ):
         warnings.warn(warning, stacklevel=2)
@@ -172,21 +179,21 @@ def _splits(
 def _check_rounding(
     leaves: Arrays, dtypes: Mapping[str, jnp.dtype], decisions: list[context.Decision]
 ) -> None:
-    """Raise if an f32 leaf would be rounded to 16 bits and no optimizer decided on its split."""
+    """Raise if a leaf would be rounded to another dtype and no optimizer decided on its split."""
     decided = {d.path for d in decisions if d.slot == "correction"}
     lost = [
         path
         for path, leaf in leaves.items()
-        if leaf.dtype == jnp.float32 and dtypes[path] != jnp.float32 and path not in decided
+        if dtypes[path] not in (leaf.dtype, jnp.float32) and path not in decided
     ]
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise ValueError(
-            f"'{lost[0]}'{more} would be rounded from float32 to {dtypes[lost[0]].name}, and no "
-            "optimizer stores the correction: steps under half an ulp of a weight would be lost. "
-            "Put split_master_weights around the whole optimizer; or keep such leaves in f32 with "
-            "keep_f32=, patterns of their paths; or pass allow_rounding=True, for example for "
-            "frozen weights."
+            f"'{lost[0]}'{more} would be rounded from {leaves[lost[0]].dtype} to "
+            f"{dtypes[lost[0]].name}, and no optimizer stores the correction: steps under half an "
+            "ulp of a weight would be lost. Put split_master_weights around the whole optimizer; "
+            "or keep such leaves in f32 with keep_f32=, patterns of their paths; or pass "
+            "allow_rounding=True, for example for frozen weights."
         )
 
 

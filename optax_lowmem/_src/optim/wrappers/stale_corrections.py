@@ -4,6 +4,7 @@ optax wrappers are closures, so a step is tried on small leaves, and the updates
 emitted are compared with those that the whole transformation returns.
 """
 
+import dataclasses
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -80,22 +81,31 @@ def _children(node: object) -> Iterator[PyTree]:
     yield from jax.tree.leaves(node, is_leaf=lambda inner: inner is not node)
 
 
+@dataclasses.dataclass(frozen=True)
+class ChangesAfter:
+    """What a trial step found, one message each: `errors` and `warnings`."""
+
+    errors: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
 def stale_corrections(
     tx: optax.GradientTransformation,
     params: PyTree,
     state: PyTree,
     decisions: list[context.Decision],
-) -> list[str]:
-    """Return warnings for leaves whose update is changed after the split, found in a trial step.
+) -> ChangesAfter:
+    """Return messages about leaves whose update is changed after the split, found in a trial step.
 
     A split emits updates to weights with a correction, or rounded stochastically; the final updates
-    of the step must be equal to these. No step is tried if there are no such weights, or if the
+    of the step must be equal to these. If they are not, a correction is wrong (an error), or a
+    weight is rounded twice (a warning). No step is tried if there are no such weights, or if the
     structure of the state shows that nothing changes their updates. `params` and `state` may be
     their `jax.eval_shape`.
     """
     split = any(d.slot in ("correction", FIELD) and (d.form or d.stochastic) for d in decisions)
     if not split or not _follows_split(state, (*_PASSING, *_SELECTING), ours=True):
-        return []
+        return ChangesAfter()
     for side in _PROBE_SIDES:
         try:
             with jax.ensure_compile_time_eval():
@@ -104,26 +114,24 @@ def stale_corrections(
         except Exception as error:  # a failed trial becomes a warning, not an error of the caller
             failed = error
     else:
-        return [f"could not try a step to look for stale corrections: {failed}"]
-    if not changed:
-        return []
+        message = f"could not try a step to look for stale corrections: {failed}"
+        return ChangesAfter(warnings=(message,))
     rounded = {d.path for d in decisions if d.slot == "correction" and not d.form}
-    results = []
-    if of_split := [path for path in changed if path not in rounded]:
-        results.append(
-            f"the updates of {trees.some_of(of_split)} are changed after the split of their "
-            "master weights, which makes the corrections stale. Put the transformation that "
-            "changes them inside: "
-            f"{_INSIDE}."
-        )
-    if of_rounded := [path for path in changed if path in rounded]:
-        results.append(
-            f"the updates of {trees.some_of(of_rounded)} are changed after their 16-bit weights "
-            "were rounded stochastically: the changes are rounded to nearest, and steps under half "
-            "an ulp of a weight are lost. Put the transformation that changes them before the "
-            f"optimizer, or inside a split: {_INSIDE}."
-        )
-    return results
+    of_split = [path for path in changed if path not in rounded]
+    of_rounded = [path for path in changed if path in rounded]
+    stale = (
+        f"the updates of {trees.some_of(of_split)} are changed after the split of their "
+        "master weights, which makes the corrections stale. Put the transformation that "
+        "changes them inside: "
+        f"{_INSIDE}."
+    )
+    twice = (
+        f"the updates of {trees.some_of(of_rounded)} are changed after their 16-bit weights "
+        "were rounded stochastically: the changes are rounded to nearest, and steps under half "
+        "an ulp of a weight are lost. Put the transformation that changes them before the "
+        f"optimizer, or inside a split: {_INSIDE}."
+    )
+    return ChangesAfter((stale,) * bool(of_split), (twice,) * bool(of_rounded))
 
 
 # Optimizers of optax that use differences of weights, which the rounding of masters distorts.
