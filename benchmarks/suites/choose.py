@@ -38,20 +38,23 @@ class Choice:
     loss: Callable[[Rows], Pair] | None = None
     step: str = ""  # case of the records of a step
     impl: str = "lowmem.step"
+    plain_step: str = ""  # case of the replaced optimizer's step, if not `step`
 
 
 def adam(name: str) -> Callable[[Rows], Pair]:
     return lambda rows: beside(rows, "gpt-42m/adam", "adamw", name)
 
 
+GPUS = {GPU: "", "NVIDIA H200": " (H200)"}  # device of a step's records -> what a cell says of it
 CHOICES = (
     Choice("`optax.adamw`, `adam`", ("flash_adamw", "flash_adam"),
            "**`flash_adamw`**, `flash_adam`: start here", adam("flash_adamw"), "adamw"),
-    Choice("AdamW with fewer loss spikes", ("stable_adamw",), "", adam("stable_adamw")),
+    Choice("AdamW with fewer loss spikes", ("stable_adamw",), "", adam("stable_adamw"),
+           "stable_adamw", plain_step="adamw"),
     Choice("AdamW, states in FP8", ("coat_adamw",), "", adam("coat_adamw"), "coat_adamw"),
     Choice("AdamW, no master weights", ("flash_adamw, no master weights",),
            '`flash_adamw` with `Storage(master_weight_bits=None, master_rounding="stochastic")`',
-           adam("flash_adamw-bf16-rounded")),
+           adam("flash_adamw-bf16-rounded"), "adamw", "lowmem.step-bf16"),
     Choice("AdamW, less state", ("flash_factored_adamw",), "", adam("flash_factored_adamw"),
            "flash_factored_adamw"),
     Choice("AdamW, least state", ("flash_factored_adamw, 4-bit m",),
@@ -108,11 +111,15 @@ def main(args: argparse.Namespace) -> Iterator[Rows]:
 
 
 def _time(rows: Rows, choice: Choice) -> tuple[str, Rows]:
-    case = f"llama-3.2-1b/{choice.step}"
-    both = [last(rows, bench="step", device=GPU, case=case, metric="device_ms", impl=impl)
-            for impl in (F32, choice.impl)]  # fmt: skip
-    used = [row for row in both if row]
-    return (f"{used[1]['value'] / used[0]['value']:.2f}" if len(used) == 2 else ""), used
+    """Return the ratio of two steps on the first GPU that has both, and their records."""
+    pair = (choice.plain_step or choice.step, F32), (choice.step, choice.impl)
+    for gpu, where in GPUS.items():
+        both = [last(rows, bench="step", device=gpu, case=f"llama-3.2-1b/{case}",
+                     metric="device_ms", impl=impl) for case, impl in pair]  # fmt: skip
+        used = [row for row in both if row]
+        if len(used) == 2:
+            return f"{used[1]['value'] / used[0]['value']:.2f}{where}", used
+    return "", []
 
 
 def optimizers(rows: Rows) -> Table:

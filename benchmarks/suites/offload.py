@@ -84,6 +84,16 @@ def copied_bytes(flags: dict[str, Any], bytes_per_param: float) -> float:
     return each * flags["parameters"] + 2 * tokens * (shape["layers"] + 1) * shape["width"]
 
 
+def cap_of(model: str, flags: dict[str, Any]) -> str:
+    """The cap, in GiB, of the run with these flags, whose allocator reports none."""
+    sizes = f"--batch {flags['batch']} --accumulate {flags['accumulate']} "
+    for run in RUNS.values():
+        same = run.preset == model.lower() and sizes in f"{run.flags} "
+        if same and (WEIGHTS in run.flags) == (flags["offload"] == "weights"):
+            return f"{CAPS[run.card]:.1f}" if run.card else ""
+    return ""
+
+
 def table(rows: Rows) -> Table:
     """Each run: its limit, peak and speed, what it copies, and what PCIe 4 would take for that."""
     head = ["model", "sequences of 2,048", "tokens a step", "limit, GiB", "peak, GiB", "tokens/s",
@@ -107,8 +117,10 @@ def table(rows: Rows) -> Table:
         copied = 0.0
         if kind in ("pinned_host", "weights") and "bytes_per_param" in of:
             copied = copied_bytes(flags, of["bytes_per_param"]["value"])
+        model = CASES[own[0]["case"].split()[0]]
         body.append([
-            CASES[own[0]["case"].split()[0]], name, f"{tokens:,}", cell(limit, "{:.1f}", GIB),
+            model, name, f"{tokens:,}",
+            cell(limit, "{:.1f}", GIB) if limit else cap_of(model, flags),
             cell(of.get("peak_bytes"), "{:.2f}", GIB), cell(of.get("tokens_per_s"), "{:,.0f}"),
             cell(of.get("step_ms"), "{:.2f}", 1e3), cell(of.get("train_loss"), "{:.2f}"),
             f"{copied / GIB:.1f}", f"{copied / PCIE_4:.1f}",
