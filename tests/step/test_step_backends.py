@@ -315,6 +315,7 @@ def test_is_the_reference(
 
 
 ROUNDED = {"master_weight_bits": None, "master_rounding": "stochastic"}
+FED = {**ROUNDED, "error_feedback": True}
 F16_UPDATES = {"master_weight_bits": None, "update_dtype": "param"}
 VARIANTS = {
     "a direction": (lowmem.scale_by_flash_adam, {}, {}),
@@ -328,14 +329,21 @@ VARIANTS = {
     "f16 updates": ("flash_adamw", F16_UPDATES, {"dtype": F16}),
     "ulp split": ("flash_adamw", {"split": "ulp"}, {}),
     "rounded weights": ("flash_adamw", ROUNDED, {}),
+    "error feedback": ("flash_adamw", FED, {}),
+    "error feedback, momentum": ("flash_sgd", FED, {}),
+    "error feedback, factored": (
+        functools.partial(lowmem.flash_factored_adamw, LEARNING_RATE, min_dim_size_to_factor=32),
+        {**FED, "nu": None},
+        {},
+    ),
 }
 
 
 @pytest.mark.parametrize(
     "kernel, name",
     of(["pallas"], VARIANTS, ["ulp split"])
-    + of(["triton"], VARIANTS, ["clipped", "rounded weights"])
-    + of(["pallas_tpu"], [name for name in VARIANTS if name != "f16 updates"])
+    + of(["triton"], VARIANTS, ["clipped", "error feedback"])
+    + of(["pallas_tpu"], [n for n in VARIANTS if n != "f16 updates" and "factored" not in n])
     + of(GPU_KERNELS, VARIANTS),
 )
 def test_variants(kernel, name, launcher, request):

@@ -56,6 +56,7 @@ class LeafPlan:
     blockwise: tuple[SlotPlan, ...] = ()
     matrices: Matrices | None = None  # axes of the matrices of a leaf that a `MatrixRule` steps
     rounds: bool = False  # whether a 16-bit weight without a split is rounded stochastically
+    feeds_back: bool = False  # whether the error of that rounding is added to the slot mu
     # whether a gradient in the parameter's dtype gets an update in that dtype
     follows_gradient: bool = False
 
@@ -192,17 +193,12 @@ def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
     return master_split(dtype, storage.master_weight_bits, storage.split, rounding)
 
 
-def rounds_weights(storage: Storage) -> bool:
-    """Return whether 16-bit weights without a correction are rounded stochastically."""
-    return storage.master_weight_bits is None and storage.master_rounding == "stochastic"
-
-
 def choose_split(
     storage: Storage, path: str, dtype: jnp.dtype
 ) -> tuple[MasterSplit | None, context.Decision]:
     """Return `split_for` of a leaf, and why; raises for fp16 weights to be rounded."""
     split = split_for(storage, dtype)
-    rounds = rounds_weights(storage) and dtype != jnp.float32
+    rounds = storage.rounds_weights and dtype != jnp.float32
     if rounds and dtype != jnp.bfloat16:
         raise ValueError(
             f"weight '{path}' is {dtype}: only bfloat16 weights can be rounded stochastically "
@@ -216,6 +212,8 @@ def choose_split(
         reason = "an f32 parameter is its own master weight"
     elif rounds:
         reason = "master_weight_bits is None: the weight itself is rounded, stochastically"
+        if storage.error_feedback:
+            reason += "; its error goes into mu"
     else:
         reason = "master_weight_bits is None: steps under half an ulp of the weight are lost"
     form, stochastic = (split.name, split.stochastic) if split else (None, rounds)
@@ -290,6 +288,7 @@ class LeafPlanner:
             for decision in decisions if state is None else ():
                 context.record(decision)
             in_dtype = self.weights and storage.update_dtype == "param"
+            rounds = self.weights and dtype != jnp.float32 and storage.rounds_weights
             plans.append(
                 LeafPlan(
                     path=path,
@@ -304,7 +303,8 @@ class LeafPlanner:
                     block=block,
                     blockwise=tuple(plan for slot, plan in slots.items() if slot.blockwise),
                     matrices=matrices,
-                    rounds=self.weights and dtype != jnp.float32 and rounds_weights(storage),
+                    rounds=rounds,
+                    feeds_back=rounds and storage.error_feedback,
                     follows_gradient=self.weights and storage.update_dtype == "gradient",
                 )
             )

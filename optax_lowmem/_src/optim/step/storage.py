@@ -104,6 +104,10 @@ class Storage(ShowsChanges):
         of the two neighbours of the result of the step, unbiased and without additional bytes; the
         noise is 2^-8 of a weight if the step is smaller. None means `stochastic`, but without
         master weights `nearest`, as `optax.apply_updates` rounds.
+      error_feedback: add the rounding error of each weight to its first moment, so that the
+        following steps move the weight by it. For bf16 weights that are rounded stochastically
+        (`master_weight_bits=None`, `master_rounding="stochastic"`), and optimizers whose direction
+        is proportional to a first moment: AdamW and its variants, and SGD with momentum.
 
     Memory: 3.19 bytes per 16-bit parameter for AdamW's state (1 + 2/32, 1 + 4/32, 1).
 
@@ -123,6 +127,7 @@ class Storage(ShowsChanges):
     split: str = "bits"
     update_dtype: str = "float32"
     master_rounding: str | None = None
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         if self.master_weight_bits is not None:
@@ -133,6 +138,13 @@ class Storage(ShowsChanges):
         check_choice("split", self.split, _SPLITS)
         check_choice("update_dtype", self.update_dtype, _UPDATE_DTYPES)
         check_choice("master_rounding", self.master_rounding, (*NEAREST_OR_NOT, None))
+        check_choice("error_feedback", self.error_feedback, (True, False))
+        if self.error_feedback and not self.rounds_weights:
+            raise ValueError(
+                "error_feedback=True is for weights without a correction that are rounded "
+                "stochastically: also pass master_weight_bits=None and "
+                "master_rounding='stochastic'. Corrections store the rounding error themselves."
+            )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(
                 f"seed must be an int, got {self.seed!r}; pass a traced seed to lowmem.init"
@@ -146,6 +158,11 @@ class Storage(ShowsChanges):
             object.__setattr__(self, slot, codec)
             if codec is not None and self.group_size is not None:
                 codec.check_group_size(self.group_size)
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Return whether 16-bit weights without a correction are rounded stochastically."""
+        return self.master_weight_bits is None and self.master_rounding == "stochastic"
 
     @classmethod
     def paper(cls, **changes: Any) -> "Storage":
