@@ -116,7 +116,7 @@ def stochastic_sum(steps: int, spacing: float, elements: int) -> float:
 # 10 of which matter to an error of 2^-7; and 0.9^200 of it is left.
 REST = 1e-5
 # The change of m relative to that of an error as large as the weight: a step of 3 roundings, and 8
-# operations after it; and m's own: 12 u.
+# operations after it; and of m's own terms: 12 u.
 FEEDBACK = 12 * 2.0**-24
 
 # -- one implementation against another (test_fused_update.py) ------------------------------------

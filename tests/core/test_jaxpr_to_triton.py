@@ -145,7 +145,7 @@ OPTIONS = [
         {"master_weight_bits": None, "master_rounding": "stochastic", "update_dtype": "param"},
         {
             "master_weight_bits": None, "master_rounding": "stochastic", "error_feedback": True,
-            "update_dtype": "param",
+            "weights": "e4m3",
         },
     )
 ]  # fmt: skip

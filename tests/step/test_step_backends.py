@@ -331,19 +331,22 @@ VARIANTS = {
     "rounded weights": ("flash_adamw", ROUNDED, {}),
     "error feedback": ("flash_adamw", FED, {}),
     "error feedback, momentum": ("flash_sgd", FED, {}),
+    "int8 weights": ("flash_adamw", {**FED, "weights": "int8"}, {}),
+    "FP8 weights": ("flash_sgd", {**ROUNDED, "weights": "e4m3"}, {}),
     "error feedback, factored": (
         functools.partial(lowmem.flash_factored_adamw, LEARNING_RATE, min_dim_size_to_factor=32),
         {**FED, "nu": None},
         {},
     ),
 }
+NOT_ON_TPUS = {"f16 updates", "error feedback, factored", "int8 weights", "FP8 weights"}
 
 
 @pytest.mark.parametrize(
     "kernel, name",
     of(["pallas"], VARIANTS, ["ulp split"])
-    + of(["triton"], VARIANTS, ["clipped", "error feedback"])
-    + of(["pallas_tpu"], [n for n in VARIANTS if n != "f16 updates" and "factored" not in n])
+    + of(["triton"], VARIANTS, ["clipped", "int8 weights"])
+    + of(["pallas_tpu"], [name for name in VARIANTS if name not in NOT_ON_TPUS])
     + of(GPU_KERNELS, VARIANTS),
 )
 def test_variants(kernel, name, launcher, request):

@@ -162,6 +162,11 @@ def _checked(
             "rounding='embeddings' needs an optimizer that knows which leaves are embeddings, such "
             "as q_adam_mini: use 'stochastic' or 'nearest' here."
         )
+    if storage.weights != "bfloat16" and storage.mu is None and storage.nu is None:
+        raise ValueError(
+            f"weights={storage.weights!r} is for parameters whose moments are stored as codes, and "
+            "mu and nu are None: give a codec for one of them, such as mu='int8'."
+        )
     for slot, dtype in slot_dtypes.items():
         codec = getattr(storage, slot)
         if dtype is not None and codec is not None:

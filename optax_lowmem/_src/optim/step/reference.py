@@ -23,7 +23,7 @@ from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK, UpdateRule
 
 MASTER = "correction"  # the slot name of the master weight in the random hash
-_LEAST_RATE = 2.0**-11
+_LEAST_RATE = 1 / 16
 Units = Mapping[str, Any]  # slot name -> the scales in the form that `dequantize` takes
 Measured = Mapping[str, tuple[jax.Array, Any]]  # slot name -> (stored scales, divisors)
 
@@ -131,10 +131,11 @@ def advance_weight(
     step, values = advance(rule, plan, leaf, h, layout, units)
     if leaf.p is None:
         return step, leaf.correction, values
-    moved, correction = move(plan, leaf.p, step, leaf.correction, random_bits)
+    with_block = _with_block(plan, leaf, h, layout)
+    layout = layout or whole(plan)
+    moved, correction = move(plan, leaf.p, step, leaf.correction, random_bits, layout)
     if plan.feeds_back:
-        h = _with_block(plan, leaf, h, layout)
-        values = feed_back(rule, plan, leaf.p, step, moved, values, h)
+        values = feed_back(rule, plan, leaf.p, step, moved, values, with_block, layout)
     return moved, correction, values
 
 
@@ -207,6 +208,7 @@ def move(
     step: jax.Array,
     correction: jax.Array | None,
     random_bits: jax.Array | None = None,
+    layout: Layout | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the new weight and its correction.
 
@@ -218,9 +220,10 @@ def move(
         return land(
             plan.split, p, step, correction, plan.update_dtype, plan.returns_params, random_bits
         )
-    if plan.rounds:
+    if plan.weight_format is not None:
         assert random_bits is not None  # since `stochastic_master` is true
-        weight = numerics.narrow_stochastically(numerics.widen(p) - step, random_bits)
+        layout = layout or whole(plan)
+        weight = plan.weight_format.round(numerics.widen(p) - step, random_bits, layout)
         if plan.returns_params and plan.update_dtype != jnp.float32:
             weight = _reached(weight, p, plan.update_dtype)
         return weight, correction
@@ -236,6 +239,7 @@ def feed_back(
     moved: jax.Array,
     values: Arrays,
     h: Arrays,
+    layout: Layout,
 ) -> Arrays:
     r"""Return the new slots, with the rounding error of the weight `moved` added to mu.
 
@@ -245,13 +249,15 @@ def feed_back(
     .. math:: m \leftarrow m - \frac{1 - b}{b} \frac{e}{\eta} d
 
     moves the weight by e in all, for a constant learning rate and divisor. The learning rate counts
-    as `_LEAST_RATE` of the weight or more: so the change of m / d is bounded, also if the rate is 0
-    or rises later. Given the unrounded weight, e has mean 0, and therefore the change of m too.
+    as `_LEAST_RATE` of the spacing of weights or more: so the change of m / d is bounded, also if
+    the rate is 0 or rises later. Given the unrounded weight, e and the change of m have mean 0.
     """
     reached = moved if plan.returns_params else _reached(moved, p, plan.update_dtype)
     wanted = numerics.widen(p) - step
     error = wanted - numerics.widen(reached)
-    rate = jnp.maximum(h["feedback_rate"], jnp.abs(wanted) * jnp.float32(_LEAST_RATE))
+    assert plan.weight_format is not None  # since the plan `feeds_back`
+    spacing = plan.weight_format.spacing(wanted, layout)
+    rate = jnp.maximum(h["feedback_rate"], spacing * jnp.float32(_LEAST_RATE))
     share = numerics.quotient(error * h["feedback"], rate)
     return {**values, "mu": values["mu"] - share * rule.momentum_divisor(values, h)}
 

@@ -11,6 +11,7 @@ from optax_lowmem._src.arrays.codecs import (
     sqrt,
     sqrt_paper,
 )
+from optax_lowmem._src.arrays.codecs.weights import WEIGHT_FORMATS
 from optax_lowmem._src.arrays.hyperparameters import check_choice
 from optax_lowmem._src.arrays.reprs import ShowsChanges
 from optax_lowmem._src.optim.policy import Policy
@@ -108,6 +109,9 @@ class Storage(ShowsChanges):
         following steps move the weight by it. For bf16 weights that are rounded stochastically
         (`master_weight_bits=None`, `master_rounding="stochastic"`), and optimizers whose direction
         is proportional to a first moment: AdamW and its variants, and SGD with momentum.
+      weights: values of bf16 weights without a correction, in leaves whose moments are stored as
+        codes: all of `bfloat16`; or those of 8-bit codes, 7 bits and a sign (`int8`) or FP8
+        (`e4m3`), times a power of two for each group of `group_size`. The weights stay bf16 arrays.
 
     Memory: 3.19 bytes per 16-bit parameter for AdamW's state (1 + 2/32, 1 + 4/32, 1).
 
@@ -128,6 +132,7 @@ class Storage(ShowsChanges):
     update_dtype: str = "float32"
     master_rounding: str | None = None
     error_feedback: bool = False
+    weights: str = "bfloat16"
 
     def __post_init__(self) -> None:
         if self.master_weight_bits is not None:
@@ -138,12 +143,21 @@ class Storage(ShowsChanges):
         check_choice("split", self.split, _SPLITS)
         check_choice("update_dtype", self.update_dtype, _UPDATE_DTYPES)
         check_choice("master_rounding", self.master_rounding, (*NEAREST_OR_NOT, None))
-        check_choice("error_feedback", self.error_feedback, (True, False))
-        if self.error_feedback and not self.rounds_weights:
+        if not isinstance(self.error_feedback, bool):
+            raise TypeError(f"error_feedback must be True or False, got {self.error_feedback!r}")
+        check_choice("weights", self.weights, WEIGHT_FORMATS)
+        for changed in ("error_feedback", "weights"):
+            value = getattr(self, changed)
+            if value not in (False, "bfloat16") and not self.rounds_weights:
+                raise ValueError(
+                    f"{changed}={value!r} is for weights without a correction that are rounded "
+                    "stochastically: also pass master_weight_bits=None and "
+                    "master_rounding='stochastic'. Corrections store the rounding error themselves."
+                )
+        if self.weights != "bfloat16" and self.update_dtype != "float32":
             raise ValueError(
-                "error_feedback=True is for weights without a correction that are rounded "
-                "stochastically: also pass master_weight_bits=None and "
-                "master_rounding='stochastic'. Corrections store the rounding error themselves."
+                f"weights={self.weights!r} needs update_dtype='float32', got "
+                f"{self.update_dtype!r}: with 16-bit updates, sums may lie between its values."
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(
