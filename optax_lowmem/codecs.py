@@ -35,6 +35,7 @@ from optax_lowmem._src.arrays.codecs import (
     sqrt4,
     sqrt_paper,
 )
+from optax_lowmem._src.arrays.codecs.weights import decode_weight, encode_weight
 
 __all__ = [
     "BitSplit",
@@ -49,10 +50,12 @@ __all__ = [
     "affine",
     "affine_paper",
     "decode_array",
+    "decode_weight",
     "dynamic",
     "e4m3",
     "e5m2",
     "encode_array",
+    "encode_weight",
     "expanded",
     "expanded_dynamic",
     "expanded_e4m3",

@@ -110,6 +110,15 @@ def stochastic_sum(steps: int, spacing: float, elements: int) -> float:
     return STANDARD_ERRORS * (steps / elements) ** 0.5 * spacing / 2
 
 
+# -- error feedback (test_error_feedback.py) -------------------------------------------------------
+# Where a weight near 1 comes to rest after 200 steps: 2.5 u in each f32 step that is a normal
+# number's, 200 * 2^-24 / 2 = 6e-6 at most; b2 and the bias corrections change d by 2^-20 in a step,
+# 10 of which matter to an error of 2^-7; and 0.9^200 of it is left.
+REST = 1e-5
+# The change of m relative to that of an error as large as the weight: a step of 3 roundings, and 8
+# operations after it; and of m's own terms: 12 u.
+FEEDBACK = 12 * 2.0**-24
+
 # -- one implementation against another (test_fused_update.py) ------------------------------------
 # The same functions under other fusions (FMA): EAGER_JIT_SHARE, doubled for two moments and a
 # comparison with noise, which flips within an ulp of P.

@@ -143,6 +143,10 @@ OPTIONS = [
         {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)},
         {"master_weight_bits": None, "master_rounding": "stochastic"},
         {"master_weight_bits": None, "master_rounding": "stochastic", "update_dtype": "param"},
+        {
+            "master_weight_bits": None, "master_rounding": "stochastic", "error_feedback": True,
+            "weights": "e4m3",
+        },
     )
 ]  # fmt: skip
 STEPS = OF_RULES + OF_CODECS + OPTIONS

@@ -94,6 +94,22 @@ def step(
     return theta - rate * u - decay * theta, slots
 
 
+def fed_back(
+    rule: Rule, slots: Slots, error: Array, exact: Array, t: int, *, lr: float,
+    b1=0.9, b2=0.999, eps=1e-8, momentum=0.9, least=2.0**-11,
+) -> Array:  # fmt: skip
+    """The momentum after a step to `exact`, which was rounded to exact - error.
+
+    As ECO (arXiv 2601.22101), m + (1 - 1/b) e / lr for a direction m / d, in units of d; but a rate
+    counts as `least` of the weight or more.
+    """
+    b, divisor = momentum, 1.0
+    if rule.name == "adamw":
+        b, divisor = b1, (np.sqrt(slots["nu"] / (1 - b2**t)) + eps) * (1 - b1**t)
+    rate = np.maximum(lr, np.abs(exact) * least)
+    return slots["mu"] + (1 - 1 / b) * error / rate * divisor
+
+
 def trajectory(
     rule: Rule, theta: Array, grads: Sequence[Array], **hyper
 ) -> list[tuple[Array, Slots]]:

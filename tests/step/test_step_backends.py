@@ -315,6 +315,7 @@ def test_is_the_reference(
 
 
 ROUNDED = {"master_weight_bits": None, "master_rounding": "stochastic"}
+FED = {**ROUNDED, "error_feedback": True}
 F16_UPDATES = {"master_weight_bits": None, "update_dtype": "param"}
 VARIANTS = {
     "a direction": (lowmem.scale_by_flash_adam, {}, {}),
@@ -328,14 +329,24 @@ VARIANTS = {
     "f16 updates": ("flash_adamw", F16_UPDATES, {"dtype": F16}),
     "ulp split": ("flash_adamw", {"split": "ulp"}, {}),
     "rounded weights": ("flash_adamw", ROUNDED, {}),
+    "error feedback": ("flash_adamw", FED, {}),
+    "error feedback, momentum": ("flash_sgd", FED, {}),
+    "int8 weights": ("flash_adamw", {**FED, "weights": "int8"}, {}),
+    "FP8 weights": ("flash_sgd", {**ROUNDED, "weights": "e4m3"}, {}),
+    "error feedback, factored": (
+        functools.partial(lowmem.flash_factored_adamw, LEARNING_RATE, min_dim_size_to_factor=32),
+        {**FED, "nu": None},
+        {},
+    ),
 }
+NOT_ON_TPUS = {"f16 updates", "error feedback, factored", "int8 weights", "FP8 weights"}
 
 
 @pytest.mark.parametrize(
     "kernel, name",
     of(["pallas"], VARIANTS, ["ulp split"])
-    + of(["triton"], VARIANTS, ["clipped", "rounded weights"])
-    + of(["pallas_tpu"], [name for name in VARIANTS if name != "f16 updates"])
+    + of(["triton"], VARIANTS, ["clipped", "int8 weights"])
+    + of(["pallas_tpu"], [name for name in VARIANTS if name not in NOT_ON_TPUS])
     + of(GPU_KERNELS, VARIANTS),
 )
 def test_variants(kernel, name, launcher, request):

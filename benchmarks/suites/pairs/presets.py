@@ -109,6 +109,16 @@ _PAPER, _FOUR, _SQRT = Storage.paper(), Storage.four_bit, codecs.sqrt4()
 _LINEAR = Storage.paper(nu=codecs.linear_paper(signed=False))
 _ROUNDED: dict[str, Any] = {"master_weight_bits": None, "master_rounding": "stochastic"}
 
+
+def _rounded(says: str, weights: str, **more: Any) -> Variant:
+    """One whose weights have no corrections, and the values of a format."""
+    return _adam(says, Storage(weights=weights, **_ROUNDED, **more))
+
+
+def _fed(says: str, weights: str) -> Variant:
+    return _rounded(says, weights, error_feedback=True)
+
+
 # The first of each rule is what the others are compared with.
 VARIANTS: dict[str, Variant] = {
     "adamw": _plain("AdamW, f32"),
@@ -133,6 +143,18 @@ VARIANTS: dict[str, Variant] = {
     ),
     "flash_adamw-four-bit-bf16-rounded": _adam(
         "4-bit moments, bf16 weights rounded stochastically", _FOUR(**_ROUNDED)
+    ),
+    "flash_adamw-bf16-fed": _fed("bf16 weights, errors fed into m", "bfloat16"),
+    "flash_adamw-int8": _rounded("int8 weights rounded stochastically", "int8"),
+    "flash_adamw-int8-fed": _fed("int8 weights, errors fed into m", "int8"),
+    "flash_adamw-e4m3": _rounded("FP8 weights rounded stochastically", "e4m3"),
+    "flash_adamw-e4m3-fed": _fed("FP8 weights, errors fed into m", "e4m3"),
+    "flash_factored_adamw-four-bit-int8-fed": _factored(
+        ", int8 weights, errors fed into m",
+        group_size=32,
+        weights="int8",
+        error_feedback=True,
+        **_ROUNDED,
     ),
     "stable_adamw": Variant("stable_adamw", ADAM, lowmem.stable_adamw),
     "soap": _plain("SOAP, f32", _soap),

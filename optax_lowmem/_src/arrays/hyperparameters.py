@@ -27,6 +27,7 @@ def is_zero(value: object) -> bool:
     return isinstance(value, int | float) and value == 0
 
 
+LEAST = 1e-30  # what divides instead of a hyperparameter of 0
 INJECT = " To inject hyperparameters, use lowmem.inject_hyperparams."  # which makes them arrays
 
 

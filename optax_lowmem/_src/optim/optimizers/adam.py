@@ -64,6 +64,10 @@ class AdamRule(UpdateRule):
         numerator = h["mu_bias_correction"] * mu + h["g_scale"] * g if self.nesterov else mu
         return numerics.quotient(numerator, self.denominator(nu, h)), {"mu": mu, "nu": nu}
 
+    def momentum_divisor(self, slots: Arrays, h: Arrays) -> jax.Array:
+        divisor = self.denominator(slots["nu"], h)
+        return numerics.quotient(divisor, h["mu_bias_correction"]) if self.nesterov else divisor
+
     def denominator(self, nu: jax.Array, h: Arrays) -> jax.Array:
         """Return mu's divisor: sqrt(vhat + eps_root) + eps, times mu's bias correction."""
         if self.eps_root_is_zero:  # the codec uses sqrt(nu) too: one square root serves both
@@ -252,7 +256,7 @@ def flash_adamw(
     """
     rule = AdamRule(nesterov, is_zero(eps_root))
     return optimizer(
-        rule, adam_moments(b1, b2, eps, eps_root, nesterov), learning_rate, storage,
+        rule, adam_moments(b1, b2, eps, eps_root, nesterov), learning_rate, storage, b1,
         weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr, slot_dtypes={"mu": mu_dtype},
     )  # fmt: skip
 

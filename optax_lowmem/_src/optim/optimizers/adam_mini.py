@@ -53,6 +53,9 @@ class AdamMiniRule(AdamRule):
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         return mu * h[OF_BLOCK], {"mu": mu}
 
+    def momentum_divisor(self, slots: Arrays, h: Arrays) -> jax.Array:
+        return numerics.quotient(jnp.float32(1), h[OF_BLOCK])
+
 
 @with_common_arguments
 def scale_by_adam_mini(
@@ -175,7 +178,7 @@ def adam_mini(
     rule = AdamMiniRule(eps_root_is_zero=is_zero(eps_root))
     moments = adam_moments(b1, b2, eps, eps_root, nesterov=False)
     return optimizer(
-        rule, moments, learning_rate, completed(storage, _FLASH_ADAM_MINI),
+        rule, moments, learning_rate, completed(storage, _FLASH_ADAM_MINI), b1,
         weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr,
         slot_dtypes={"mu": mu_dtype}, structure=_checked(blocks),
     )  # fmt: skip

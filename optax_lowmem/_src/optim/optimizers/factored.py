@@ -44,6 +44,9 @@ class FactoredRule(AdamMiniRule):
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         return numerics.quotient(mu, self.denominator(h[OF_BLOCK], h)), {"mu": mu}
 
+    def momentum_divisor(self, slots: Arrays, h: Arrays) -> jax.Array:
+        return self.denominator(h[OF_BLOCK], h)
+
 
 @dataclasses.dataclass(frozen=True)
 class Factorable:
@@ -233,7 +236,7 @@ def flash_factored_adamw(
     rule = FactoredRule(eps_root_is_zero=is_zero(eps_root))
     moments = adam_moments(b1, b2, eps, eps_root, nesterov=False)
     return optimizer(
-        rule, moments, learning_rate, completed(storage, _OWN),
+        rule, moments, learning_rate, completed(storage, _OWN), b1,
         weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr,
         slot_dtypes={"mu": mu_dtype}, structure=Factorable(min_dim_size_to_factor),
     )  # fmt: skip

@@ -10,7 +10,14 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.arrays.block import BlockStructure
-from optax_lowmem._src.arrays.hyperparameters import Formula, as_f32, check_range, is_zero
+from optax_lowmem._src.arrays.hyperparameters import (
+    LEAST,
+    Formula,
+    as_f32,
+    check_range,
+    complement,
+    is_zero,
+)
 from optax_lowmem._src.arrays.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optim.step.engine import Engine
 from optax_lowmem._src.optim.step.matrix_axes import MatrixAxes
@@ -52,6 +59,7 @@ def optimizer(
     moments: Formula,
     learning_rate: ScalarOrSchedule,
     storage: Storage,
+    momentum: Scalar | None = None,
     *,
     weight_decay: ScalarOrSchedule = 0.0,
     mask: optax.MaskOrFn = None,
@@ -70,9 +78,17 @@ def optimizer(
     the gradient (L2). With `decouple_lr` it is weight_decay lr / peak: True for the (constant)
     learning rate as the peak, a number for the peak of a schedule. If `rate_in_rule`, the rule
     multiplies by h["rate"] before it updates its slots, as `optax.rmsprop` before its momentum. The
-    other arguments are as in `LeafPlanner`.
+    other arguments are as in `LeafPlanner`. `momentum` is the decay of the slot mu, given if the
+    rule's direction is proportional to mu, which error feedback needs.
     """
     storage = _checked(storage, structure, slot_dtypes or {})
+    if storage.error_feedback and (momentum is None or is_zero(momentum)):
+        raise ValueError(
+            "error_feedback=True needs a momentum to which the direction is proportional, and this "
+            "optimizer has none: use AdamW or one of its variants with b1 > 0, SGD with momentum, "
+            "or error_feedback=False."
+        )
+    decay_of_mu = momentum if storage.error_feedback else None
     check_range("learning_rate", learning_rate, 0.0)
     check_range("weight_decay", weight_decay, 0.0)
     trees.check_mask("the mask of weight decay", mask, _BY_NAME)
@@ -86,7 +102,7 @@ def optimizer(
             at_count(name, value, count) if callable(value) else value
             for name, value in given.items()
         )
-        arguments = moments, lr, decay, peak, coupled, rate_in_rule
+        arguments = moments, lr, decay, peak, coupled, rate_in_rule, decay_of_mu
         return Formula(_hyperparameters_at, arguments)(count)
 
     return Engine(
@@ -108,6 +124,7 @@ def _hyperparameters_at(
     peak: jax.Array | None,
     coupled: bool,
     rate_in_rule: bool,
+    momentum: Scalar | None,
     count: jax.Array,
 ) -> Arrays:
     lr = as_f32("learning_rate", learning_rate)
@@ -118,7 +135,16 @@ def _hyperparameters_at(
     elif weight_decay is not None:
         decay = as_f32("weight_decay", weight_decay)
         h["decay"] = decay * (lr if peak is None else jnp.where(peak > 0, lr / peak, 0))
+    if momentum is not None:
+        return {**h, **_feedback_at(momentum, lr)}
     return h
+
+
+def _feedback_at(momentum: Scalar, lr: jax.Array) -> Arrays:
+    """Return the hyperparameters of `reference.feed_back`."""
+    b = as_f32("momentum", momentum)
+    share = jnp.where(b > 0, complement("momentum", momentum) / jnp.maximum(b, LEAST), 0)
+    return {"feedback": share, "feedback_rate": jnp.maximum(lr, LEAST)}
 
 
 def _checked(
@@ -135,6 +161,11 @@ def _checked(
         raise ValueError(
             "rounding='embeddings' needs an optimizer that knows which leaves are embeddings, such "
             "as q_adam_mini: use 'stochastic' or 'nearest' here."
+        )
+    if storage.weights != "bfloat16" and storage.mu is None and storage.nu is None:
+        raise ValueError(
+            f"weights={storage.weights!r} is for parameters whose moments are stored as codes, and "
+            "mu and nu are None: give a codec for one of them, such as mu='int8'."
         )
     for slot, dtype in slot_dtypes.items():
         codec = getattr(storage, slot)
@@ -157,6 +188,11 @@ def direction(
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transformation that computes a rule's direction only (optax's `scale_by_*`)."""
     storage = _checked(storage, structure, slot_dtypes or {})
+    if storage.error_feedback:
+        raise ValueError(
+            "error_feedback=True is for optimizers that update the weights, such as flash_adamw: a "
+            "direction alone knows neither the learning rate nor the rounding of the weights."
+        )
     return Engine(
         rule=rule,
         hyperparameters=moments,

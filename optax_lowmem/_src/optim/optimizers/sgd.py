@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from optax_lowmem._src.arrays.hyperparameters import Formula, as_f32, check_range
+from optax_lowmem._src.arrays.hyperparameters import LEAST, Formula, as_f32, check_range
 from optax_lowmem._src.arrays.typing import Arrays, PyTree, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optim.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optim.optimizers.schedule import direction, optimizer
@@ -48,6 +48,9 @@ class MomentumRule(UpdateRule):
     def update(self, g: jax.Array, slots: Arrays, h: Arrays) -> tuple[jax.Array, Arrays]:
         mu = h["momentum"] * slots["mu"] + h.get("share", 1) * g
         return (g + h["momentum"] * mu if self.nesterov else mu), {"mu": mu}
+
+    def momentum_divisor(self, slots: Arrays, h: Arrays) -> jax.Array:
+        return 1 / jnp.maximum(h["momentum"], LEAST) if self.nesterov else jnp.float32(1)
 
     def accumulating(self, h: Arrays, first: jax.Array, every: int) -> Arrays:
         """Compute m = momentum m + sum of g_i / k, exactly the step of the mean gradient."""
@@ -158,7 +161,7 @@ def flash_sgd(
     rule: UpdateRule = GradientRule() if momentum is None else MomentumRule(nesterov)
     moments = Formula(_no_hyperparameters) if momentum is None else _formula(momentum)
     return optimizer(
-        rule, moments, learning_rate, storage,
+        rule, moments, learning_rate, storage, momentum,
         weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr, coupled=not decoupled,
         slot_dtypes={"mu": accumulator_dtype},
     )  # fmt: skip

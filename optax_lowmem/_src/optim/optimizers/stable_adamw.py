@@ -103,6 +103,6 @@ def stable_adamw(
     moments = adam_moments(b1, b2, eps, 0.0, nesterov=False)
     formula = Formula(_hyperparameters_at, (moments, eps, threshold))
     return optimizer(
-        StableAdamRule(), formula, learning_rate, storage,
+        StableAdamRule(), formula, learning_rate, storage, b1,
         weight_decay=weight_decay, mask=mask, decouple_lr=decouple_lr, slot_dtypes={"mu": mu_dtype},
     )  # fmt: skip

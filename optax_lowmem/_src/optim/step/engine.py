@@ -21,7 +21,7 @@ from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.policy import warn_of_patterns
 from optax_lowmem._src.optim.step import choose, fused_updates, matrices
 from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
-from optax_lowmem._src.optim.step.plan import LeafPlanner, rounds_weights, warn_of_four_bits
+from optax_lowmem._src.optim.step.plan import LeafPlanner, warn_of_four_bits
 from optax_lowmem._src.optim.step.prepare import prepare_leaves
 from optax_lowmem._src.optim.step.rule import MatrixRule, UpdateRule
 from optax_lowmem._src.optim.step.state import StateFormat, check_order
@@ -151,7 +151,7 @@ class Engine(StateFormat, LeafPlanner):
             reason = f"the state corrects the 16-bit weight '{corrected[0]}'"
         elif "decay" in h or "l2" in h:
             reason = "weight decay uses its value"
-        elif rounds_weights(self.storage) and narrow:
+        elif self.storage.rounds_weights and narrow:
             reason = "stochastic rounding of 16-bit weights uses its value"
         elif self.storage.update_dtype == "param":
             reason = "update_dtype='param' uses its dtype"

@@ -128,7 +128,7 @@ def _step_stack(rule: MatrixRule, stack: LeafBatch) -> MatrixResults:
             dataclasses.replace(
                 plan,
                 split=None,
-                rounds=False,
+                weight_format=None,
                 update_dtype=dtype,
                 returns_params=False,
                 block=None,

@@ -12,6 +12,11 @@ import optax
 from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.arrays.block import Block, BlockStructure
 from optax_lowmem._src.arrays.codecs import GroupCodec, MasterSplit, StoredSlot, master_split
+from optax_lowmem._src.arrays.codecs.weights import (
+    WEIGHT_FORMATS,
+    Bfloat16,
+    WeightFormat,
+)
 from optax_lowmem._src.arrays.roles.roles import Role, roles
 from optax_lowmem._src.arrays.shards import cut_reason, divides
 from optax_lowmem._src.optim import context
@@ -55,7 +60,9 @@ class LeafPlan:
     # one plan per block-wise slot, whose groups are those of its flattened values
     blockwise: tuple[SlotPlan, ...] = ()
     matrices: Matrices | None = None  # axes of the matrices of a leaf that a `MatrixRule` steps
-    rounds: bool = False  # whether a 16-bit weight without a split is rounded stochastically
+    # to whose values a 16-bit weight without a split is rounded stochastically; None does not
+    weight_format: WeightFormat | Bfloat16 | None = None
+    feeds_back: bool = False  # whether the error of that rounding is added to the slot mu
     # whether a gradient in the parameter's dtype gets an update in that dtype
     follows_gradient: bool = False
 
@@ -89,6 +96,11 @@ class LeafPlan:
     def stochastic(self) -> bool:
         """Return whether any slot needs random bits."""
         return any(slot.stochastic for slot in self.slots)
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether a weight without a split is rounded stochastically."""
+        return self.weight_format is not None
 
     @property
     def stochastic_master(self) -> bool:
@@ -192,17 +204,12 @@ def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
     return master_split(dtype, storage.master_weight_bits, storage.split, rounding)
 
 
-def rounds_weights(storage: Storage) -> bool:
-    """Return whether 16-bit weights without a correction are rounded stochastically."""
-    return storage.master_weight_bits is None and storage.master_rounding == "stochastic"
-
-
 def choose_split(
-    storage: Storage, path: str, dtype: jnp.dtype
+    storage: Storage, path: str, dtype: jnp.dtype, weights: str = "bfloat16"
 ) -> tuple[MasterSplit | None, context.Decision]:
     """Return `split_for` of a leaf, and why; raises for fp16 weights to be rounded."""
     split = split_for(storage, dtype)
-    rounds = rounds_weights(storage) and dtype != jnp.float32
+    rounds = storage.rounds_weights and dtype != jnp.float32
     if rounds and dtype != jnp.bfloat16:
         raise ValueError(
             f"weight '{path}' is {dtype}: only bfloat16 weights can be rounded stochastically "
@@ -216,6 +223,10 @@ def choose_split(
         reason = "an f32 parameter is its own master weight"
     elif rounds:
         reason = "master_weight_bits is None: the weight itself is rounded, stochastically"
+        if weights != "bfloat16":
+            reason += f", to values of {weights} in groups of {storage.group_size}"
+        if storage.error_feedback:
+            reason += "; its error goes into mu"
     else:
         reason = "master_weight_bits is None: steps under half an ulp of the weight are lost"
     form, stochastic = (split.name, split.stochastic) if split else (None, rounds)
@@ -283,9 +294,12 @@ class LeafPlanner:
             }  # fmt: skip
             slots = {slot: plan for slot, (plan, _) in decided.items()}
             decisions = [decision for _, decision in decided.values()]
+            rounds = self.weights and dtype != jnp.float32 and storage.rounds_weights
+            compressed = any(slot.codec for slot in slots.values())
+            weights = storage.weights if compressed else "bfloat16"
             split = None
             if self.weights:
-                split, decision = choose_split(storage, path, dtype)
+                split, decision = choose_split(storage, path, dtype, weights)
                 decisions.append(decision)
             for decision in decisions if state is None else ():
                 context.record(decision)
@@ -304,7 +318,8 @@ class LeafPlanner:
                     block=block,
                     blockwise=tuple(plan for slot, plan in slots.items() if slot.blockwise),
                     matrices=matrices,
-                    rounds=self.weights and dtype != jnp.float32 and rounds_weights(storage),
+                    weight_format=WEIGHT_FORMATS[weights] if rounds else None,
+                    feeds_back=rounds and storage.error_feedback,
                     follows_gradient=self.weights and storage.update_dtype == "gradient",
                 )
             )

@@ -1,8 +1,9 @@
 """The step of a leaf in plain jnp: the specification of every backend, and the XLA path.
 
-A step is `advance` (decode the slots, then the rule), then, in either order, `encode_slots` of the
-new values and `move` of the weight and its correction. Every implementation calls these functions
-and differs only in what it does between them, and in the `Layout` of its arrays.
+A step is `advance` (decode the slots, then the rule), `move` of the weight and its correction,
+`feed_back` of the weight's rounding error, and `encode_slots` of the new values. Every
+implementation calls these functions, the first three through `advance_weight`, and differs only in
+what it does between them, and in the `Layout` of its arrays.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK, UpdateRule
 
 MASTER = "correction"  # the slot name of the master weight in the random hash
+_LEAST_RATE = 1 / 16
 Units = Mapping[str, Any]  # slot name -> the scales in the form that `dequantize` takes
 Measured = Mapping[str, tuple[jax.Array, Any]]  # slot name -> (stored scales, divisors)
 
@@ -93,11 +95,7 @@ def advance(
     Without a weight, the step is the rule's direction. In a kernel's layout, `leaf.of_block`
     broadcasts to the elements.
     """
-    if leaf.of_block is not None:
-        of_block = leaf.of_block
-        if layout is None and plan.block is not None:
-            of_block = plan.block.of_elements(of_block, plan.shape)
-        h = {**h, OF_BLOCK: of_block}
+    h = _with_block(plan, leaf, h, layout)
     values = decode(plan, leaf, layout or whole(plan), units)
     g, weight = gradient_and_weight(plan, leaf, h)
     direction, values = rule.update(g, values, h)
@@ -105,6 +103,40 @@ def advance(
         return direction, values
     step = h["lr"] * direction
     return (step + h["decay"] * weight if plan.decays and "decay" in h else step), values
+
+
+def _with_block(plan: LeafPlan, leaf: Leaf, h: Arrays, layout: Layout | None) -> Arrays:
+    """Add a leaf's block-wise operand, broadcast to its elements, to the hyperparameters."""
+    of_block = leaf.of_block
+    if of_block is None:
+        return h
+    if layout is None and plan.block is not None:
+        of_block = plan.block.of_elements(of_block, plan.shape)
+    return {**h, OF_BLOCK: of_block}
+
+
+def advance_weight(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    leaf: Leaf,
+    h: Arrays,
+    random_bits: jax.Array | None,
+    layout: Layout | None = None,
+    units: Units | None = None,
+) -> tuple[jax.Array, jax.Array | None, Arrays]:
+    """Return the result of `move`, the new correction and the new f32 values of the slots.
+
+    Without a weight, return the rule's direction instead. `random_bits` are as in `move`.
+    """
+    step, values = advance(rule, plan, leaf, h, layout, units)
+    if leaf.p is None:
+        return step, leaf.correction, values
+    with_block = _with_block(plan, leaf, h, layout)
+    layout = layout or whole(plan)
+    moved, correction = move(plan, leaf.p, step, leaf.correction, random_bits, layout)
+    if plan.feeds_back:
+        values = feed_back(rule, plan, leaf.p, step, moved, values, with_block, layout)
+    return moved, correction, values
 
 
 def gradient_and_weight(
@@ -176,6 +208,7 @@ def move(
     step: jax.Array,
     correction: jax.Array | None,
     random_bits: jax.Array | None = None,
+    layout: Layout | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the new weight and its correction.
 
@@ -187,14 +220,46 @@ def move(
         return land(
             plan.split, p, step, correction, plan.update_dtype, plan.returns_params, random_bits
         )
-    if plan.rounds:
+    if plan.weight_format is not None:
         assert random_bits is not None  # since `stochastic_master` is true
-        weight = numerics.narrow_stochastically(numerics.widen(p) - step, random_bits)
+        layout = layout or whole(plan)
+        weight = plan.weight_format.round(numerics.widen(p) - step, random_bits, layout)
         if plan.returns_params and plan.update_dtype != jnp.float32:
             weight = _reached(weight, p, plan.update_dtype)
         return weight, correction
     update = numerics.negative(step).astype(plan.update_dtype)
     return (optax.apply_updates(p, update) if plan.returns_params else update), correction
+
+
+def feed_back(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    p: jax.Array,
+    step: jax.Array,
+    moved: jax.Array,
+    values: Arrays,
+    h: Arrays,
+    layout: Layout,
+) -> Arrays:
+    r"""Return the new slots, with the rounding error of the weight `moved` added to mu.
+
+    With the error e = (p - step) - weight, the slot mu = m, its decay b and its divisor d, the
+    direction of the step s steps later contains b^s m / d. These sum to b / (1 - b) m / d, so
+
+    .. math:: m \leftarrow m - \frac{1 - b}{b} \frac{e}{\eta} d
+
+    moves the weight by e in all, for a constant learning rate and divisor. The learning rate counts
+    as `_LEAST_RATE` of the spacing of weights or more: so the change of m / d is bounded, also if
+    the rate is 0 or rises later. Given the unrounded weight, e and the change of m have mean 0.
+    """
+    reached = moved if plan.returns_params else _reached(moved, p, plan.update_dtype)
+    wanted = numerics.widen(p) - step
+    error = wanted - numerics.widen(reached)
+    assert plan.weight_format is not None  # since the plan `feeds_back`
+    spacing = plan.weight_format.spacing(wanted, layout)
+    rate = jnp.maximum(h["feedback_rate"], spacing * jnp.float32(_LEAST_RATE))
+    share = numerics.quotient(error * h["feedback"], rate)
+    return {**values, "mu": values["mu"] - share * rule.momentum_divisor(values, h)}
 
 
 def emit(plan: LeafPlan, p: jax.Array | None, moved: jax.Array) -> jax.Array:
@@ -315,27 +380,26 @@ def fused_update(
     Measured: docs/results/gpu_speed.md.
     """
     layout = whole(plan)
-    step, values = advance(rule, plan, leaf, h)
     measured = seeds = random_bits = None
     if two_passes:
-        measured = measure(plan, values)
         if plan.noisy:
             seeds = random.seeds(key, plan.shape, plan.group_size)
+        random_bits = master_bits(plan, seeds, layout)
+        *_, values = advance_weight(rule, plan, leaf, h, random_bits)
+        measured = measure(plan, values)
         # the barrier prevents XLA from eliminating the second pass as a common subexpression:
         # https://github.com/jax-ml/jax/issues/13999
         leaf, measured, seeds = lax.optimization_barrier((leaf, measured, seeds))
-        step, values = advance(rule, plan, leaf, h)
         random_bits = master_bits(plan, seeds, layout)
     else:
         if plan.stochastic:
             seeds = random.seeds(key, plan.shape, plan.group_size)
         if leaf.p is not None and plan.stochastic_master:
             random_bits = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
+    moved, correction, values = advance_weight(rule, plan, leaf, h, random_bits)
     slots, scales = encode_slots(plan, values, seeds, layout, measured)
-    correction = leaf.correction
-    if leaf.p is not None:
-        step, correction = move(plan, leaf.p, step, correction, random_bits)
-    return Leaf(p=emit(plan, leaf.p, step), slots=slots, scales=scales, correction=correction)
+    p = emit(plan, leaf.p, moved)
+    return Leaf(p=p, slots=slots, scales=scales, correction=correction)
 
 
 def step_tile(
@@ -346,12 +410,10 @@ def step_tile(
     `plan` may be that of any leaf in the launch, since they differ only in shape, which is unused.
     """
     lanes = leaf.g.shape[-1]
-    layout, correction = TileLayout(lanes, lanes), leaf.correction
-    moved, values = advance(rule, plan, leaf, h, layout)
-    if leaf.p is not None:
-        # the weight even if the step returns updates: XLA fuses the update with its consumer
-        random_bits = master_bits(plan, seeds, layout)
-        moved, correction = move(plan, leaf.p, moved, correction, random_bits)
+    layout = TileLayout(lanes, lanes)
+    # the weight even if the step returns updates: XLA fuses the update with its consumer
+    random_bits = None if leaf.p is None else master_bits(plan, seeds, layout)
+    moved, correction, values = advance_weight(rule, plan, leaf, h, random_bits, layout)
     # encode last, when the weight's registers are free: encoding needs the most registers
     slots, scales = encode_slots(plan, values, seeds, layout)
     update = moved.astype(update_dtype(plan, leaf.p))

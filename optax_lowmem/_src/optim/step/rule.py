@@ -68,6 +68,14 @@ class UpdateRule(abc.ABC):
         """
         return {}, {}
 
+    def momentum_divisor(self, slots: Arrays, h: Arrays) -> jax.Array:
+        """Return by what the slot mu is divided in the direction; `slots` are the new values.
+
+        Raises for a rule whose direction is not proportional to mu.
+        """
+        name = type(self).__name__
+        raise NotImplementedError(f"the direction of {name} is not proportional to a momentum")
+
     def accumulating(self, h: Arrays, first: jax.Array, every: int) -> Arrays:
         """Return `h` for one of `every` micro-batches accumulated into the moments of one step.
 

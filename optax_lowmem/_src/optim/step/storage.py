@@ -11,6 +11,7 @@ from optax_lowmem._src.arrays.codecs import (
     sqrt,
     sqrt_paper,
 )
+from optax_lowmem._src.arrays.codecs.weights import WEIGHT_FORMATS
 from optax_lowmem._src.arrays.hyperparameters import check_choice
 from optax_lowmem._src.arrays.reprs import ShowsChanges
 from optax_lowmem._src.optim.policy import Policy
@@ -104,6 +105,13 @@ class Storage(ShowsChanges):
         of the two neighbours of the result of the step, unbiased and without additional bytes; the
         noise is 2^-8 of a weight if the step is smaller. None means `stochastic`, but without
         master weights `nearest`, as `optax.apply_updates` rounds.
+      error_feedback: add the rounding error of each weight to its first moment, so that the
+        following steps move the weight by it. For bf16 weights that are rounded stochastically
+        (`master_weight_bits=None`, `master_rounding="stochastic"`), and optimizers whose direction
+        is proportional to a first moment: AdamW and its variants, and SGD with momentum.
+      weights: values of bf16 weights without a correction, in leaves whose moments are stored as
+        codes: all of `bfloat16`; or those of 8-bit codes, 7 bits and a sign (`int8`) or FP8
+        (`e4m3`), times a power of two for each group of `group_size`. The weights stay bf16 arrays.
 
     Memory: 3.19 bytes per 16-bit parameter for AdamW's state (1 + 2/32, 1 + 4/32, 1).
 
@@ -123,6 +131,8 @@ class Storage(ShowsChanges):
     split: str = "bits"
     update_dtype: str = "float32"
     master_rounding: str | None = None
+    error_feedback: bool = False
+    weights: str = "bfloat16"
 
     def __post_init__(self) -> None:
         if self.master_weight_bits is not None:
@@ -133,6 +143,22 @@ class Storage(ShowsChanges):
         check_choice("split", self.split, _SPLITS)
         check_choice("update_dtype", self.update_dtype, _UPDATE_DTYPES)
         check_choice("master_rounding", self.master_rounding, (*NEAREST_OR_NOT, None))
+        if not isinstance(self.error_feedback, bool):
+            raise TypeError(f"error_feedback must be True or False, got {self.error_feedback!r}")
+        check_choice("weights", self.weights, WEIGHT_FORMATS)
+        for changed in ("error_feedback", "weights"):
+            value = getattr(self, changed)
+            if value not in (False, "bfloat16") and not self.rounds_weights:
+                raise ValueError(
+                    f"{changed}={value!r} is for weights without a correction that are rounded "
+                    "stochastically: also pass master_weight_bits=None and "
+                    "master_rounding='stochastic'. Corrections store the rounding error themselves."
+                )
+        if self.weights != "bfloat16" and self.update_dtype != "float32":
+            raise ValueError(
+                f"weights={self.weights!r} needs update_dtype='float32', got "
+                f"{self.update_dtype!r}: with 16-bit updates, sums may lie between its values."
+            )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(
                 f"seed must be an int, got {self.seed!r}; pass a traced seed to lowmem.init"
@@ -146,6 +172,11 @@ class Storage(ShowsChanges):
             object.__setattr__(self, slot, codec)
             if codec is not None and self.group_size is not None:
                 codec.check_group_size(self.group_size)
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Return whether 16-bit weights without a correction are rounded stochastically."""
+        return self.master_weight_bits is None and self.master_rounding == "stochastic"
 
     @classmethod
     def paper(cls, **changes: Any) -> "Storage":

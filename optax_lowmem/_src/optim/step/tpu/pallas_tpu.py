@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 
 from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.codecs import GroupCodec
+from optax_lowmem._src.arrays.codecs.weights import WeightFormat
 from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
@@ -57,6 +58,8 @@ def unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     reason = lanes.unsupported(plan.shape, plan.group_size) or _block_reason(plan)
     if reason is not None:
         return reason
+    if isinstance(plan.weight_format, WeightFormat):
+        return f"weights of {plan.weight_format.name} need a group's maximum before the moments"
     for several in (slot.codes_per_byte for slot in plan.slots):
         if several > 1 and plan.shape[-1] % (several * LANES):
             return f"its last axis is not a multiple of {several * LANES}, a register of bytes"

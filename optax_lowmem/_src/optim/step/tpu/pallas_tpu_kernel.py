@@ -253,11 +253,12 @@ class Rows:
             spans: dict[str, list[Any]] = {name: [] for name in kernel.codecs}
             for layout in self.registers_of(j):
                 leaf, columns = self.load(layout), layout.columns
-                correction = leaf.correction
-                moved, values = reference.advance(kernel.rule, plan, leaf, self.h, layout, units)
+                bits = None
                 if leaf.p is not None:
                     bits = reference.master_bits(plan, self.seeds(layout), layout)
-                    moved, correction = reference.move(plan, leaf.p, moved, correction, bits)
+                moved, correction, values = reference.advance_weight(
+                    kernel.rule, plan, leaf, self.h, bits, layout, units
+                )
                 written = self.written.p
                 written[self.rows, columns] = moved.astype(written.dtype)
                 if correction is not None:
