@@ -254,8 +254,7 @@ def comparison(rows: Rows) -> Table:
 
 def fits(rows: Rows) -> str:
     del rows
-    kinds = ("all weights", "LoRA", "QLoRA")
-    head = ["GPU", *(f"{name}, {kind}" for name in MODELS for kind in kinds)]
+    head = ["GPU: all weights / LoRA / QLoRA", *MODELS]
     body = []
     for card in CARDS:
         cells = []
@@ -265,8 +264,9 @@ def fits(rows: Rows) -> str:
             *whole, in_bf16, in_4_bits = found.modes
             best = next((mode for mode in whole if mode.batch), None)
             host = f" ({best.host / GIB:.0f})" if best and best.host else ""
-            cells.append(f"{best.name}, {best.batch}{host}" if best else "no")
-            cells += [str(mode.batch) if mode.batch else "no" for mode in (in_bf16, in_4_bits)]
+            batches = [f"{best.name}, {best.batch}{host}" if best else "no"]
+            batches += [str(mode.batch) if mode.batch else "no" for mode in (in_bf16, in_4_bits)]
+            cells.append(" / ".join(batches))
         body.append([f"{card} GB", *cells])
     return markdown(head, body)
 
