@@ -68,7 +68,7 @@ def check_schedule(name: str, schedule: Callable[[jax.Array], ArrayLike]) -> Non
 
 
 def _check_real(name: str, value: object, error: str) -> None:
-    """Raise for a complex number or bool, and for a 16-bit hyperparameter, in which 0.999 is 1."""
+    """Raise for a complex number or bool, and for a 16-bit hyperparameter, in which 0.9999 is 1."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         real = isinstance(value, int | float) and not isinstance(value, bool)
@@ -78,7 +78,7 @@ def _check_real(name: str, value: object, error: str) -> None:
         raise TypeError(error % (value,))
     if dtype is not None and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
         raise TypeError(
-            f"hyperparameter {name} is {dtype}, in which 0.999 is 1. Give f32 (of a schedule too); "
+            f"hyperparameter {name} is {dtype}, in which 0.9999 is 1. Give f32, in schedules too; "
             "optax.inject_hyperparams casts to the dtype of the parameters: use "
             "lowmem.inject_hyperparams, or pass hyperparam_dtype=jnp.float32."
         )

@@ -173,14 +173,16 @@ def lower(
 ) -> Any:
     """Return the results of a partitioned call, as values of the program that is lowered.
 
-    `can_lower` holds for the program; `kernel` is the jaxpr of the call with whole operands.
+    XLA runs the work of `partition.cut` on each device. `kernel`, the jaxpr of the call with whole
+    operands, gives only the types of the results and the name. `can_lower` must hold.
     """
     module: Any = ctx.module_context
     count = module.axis_context.num_devices
     types = [x.aval for x in kernel.outvars]
-    asked = custom_partitioning(lambda *_: [jnp.zeros(x.shape, x.dtype) for x in types])
+    # only the types of its results count: XLA replaces the zeros by the work that `_cut` returns
+    placeholder = custom_partitioning(lambda *_: [jnp.zeros(x.shape, x.dtype) for x in types])
     cut = functools.partial(_cut, partition, count)
-    asked.def_partition(
+    placeholder.def_partition(
         cut,
         infer_sharding_from_operands=lambda *args: cut(*args)[2],  # by GSPMD, without Shardy
         decode_shardings=False,
@@ -194,7 +196,7 @@ def lower(
 
     def call(*args: jax.Array) -> list[jax.Array]:
         with partition.named():
-            result: list[jax.Array] = asked(*args)
+            result: list[jax.Array] = placeholder(*args)
         return result
 
     values = mlir.lower_fun(call, multiple_results=True)(inner, *operands)

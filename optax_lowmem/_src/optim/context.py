@@ -142,7 +142,7 @@ def record(decision: Decision) -> None:
 
 
 def emit(path: str, update: jax.Array) -> None:
-    """Report the update of a leaf that its optimizer splits or rounds to an `emitting` context."""
+    """Report to an enclosing `emitting` the update of a leaf whose weight is split or rounded."""
     log = _context.get().emitted
     if log is not None:
         log[path] = update

@@ -110,7 +110,11 @@ class BitSplit(MasterSplit):
     def round(
         self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16, random_bits: Bits = None
     ) -> jax.Array:
-        """Return bf16 weights; without random bits, `w.astype(bfloat16)` except next to ties."""
+        """Return the nearest bf16 weights; ties are rounded away from zero.
+
+        With 24 bits w is first rounded to 24 bits, at random or to nearest, so a value within 2^-8
+        of a spacing from a tie may be rounded to either side.
+        """
         return self.split(w, dtype, random_bits)[0]
 
     def correction(self, w: jax.Array, p: jax.Array, random_bits: Bits = None) -> jax.Array:

@@ -141,8 +141,9 @@ def store_gated(
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
     """Compute `kernels.store_gated_plain`, reading each input once.
 
-    The maxima are those of each tile, [tiles]. Without `keep`, which an `exact` function allows,
-    nothing is stored.
+    `given` is the gate, or the gate and the other factor. Returns each of them as codes and scales,
+    and the output's largest magnitude in each tile, [tiles]. Unless `exact`, the output is that of
+    the quantized inputs. Without `keep`, which an `exact` function allows, nothing is stored.
     """
     first = given[0]
     tiling = Tiling(first.shape, group_size, tile.elements)

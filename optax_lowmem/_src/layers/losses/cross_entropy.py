@@ -544,7 +544,11 @@ def chunk_limit(vocab: int) -> int:
 
 
 def chunks(lead: tuple[int, ...], limit: int) -> tuple[int, int]:
-    """Return the number of chunks and their length on the last axis; equal chunks if possible."""
+    """Return the number of chunks of tokens [*lead], cut on the last axis, and their length there.
+
+    A chunk has at most `limit` tokens, if prod(lead[:-1]) <= limit. Up to twice as many chunks are
+    taken if they are equal then; otherwise the last one is padded.
+    """
     length = lead[-1]
     least = max(1, min(length, math.ceil(math.prod(lead) / limit)))
     numbers = range(least, min(2 * least, length) + 1)

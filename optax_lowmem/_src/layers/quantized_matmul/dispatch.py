@@ -141,7 +141,8 @@ def product_reason(
 
     Operands are arrays or `jax.ShapeDtypeStruct`s. The kernel, for Hopper's tensor cores, scales
     the sums before it writes them. XLA also multiplies in 8 bits, but writes the sums first, at
-    four bytes each.
+    four bytes each. `sums`, `dtype` and `transposed` are those of `multiply_plain`: the number of
+    axes that are summed over, the dtype of the result, and whether these axes are the first.
     """
     reason = platform.no_kernel_reason(a.codes) or platform.not_hopper_reason()
     if reason is not None:

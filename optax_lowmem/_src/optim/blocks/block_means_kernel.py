@@ -204,7 +204,11 @@ def factors(
 def _launch_factors(
     values: tuple[jax.Array, ...], between: int, rows: int, backend: str
 ) -> list[jax.Array]:
-    """Return R over its mean, [outer * rows, between], of each leaf, then C of each leaf."""
+    """Return R over its mean of each leaf, [outer * rows, between], then C of each leaf.
+
+    The value of a leaf is [outer * between, rows + columns], R and C side by side, and its C is
+    [outer * between, columns]. The sizes are those of `Factors.matrices`.
+    """
     matrices, width = values[0].shape
     shapes = (matrices // between * rows, between), (matrices, width - rows)
     return gpu_kernel.launch(

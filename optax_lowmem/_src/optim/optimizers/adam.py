@@ -69,7 +69,10 @@ class AdamRule(UpdateRule):
         return numerics.quotient(divisor, h["mu_bias_correction"]) if self.nesterov else divisor
 
     def denominator(self, nu: jax.Array, h: Arrays) -> jax.Array:
-        """Return mu's divisor: sqrt(vhat + eps_root) + eps, times mu's bias correction."""
+        """Return sqrt(vhat + eps_root) + eps; without Nesterov, times 1 - b1^t.
+
+        So mu needs no bias correction there.
+        """
         if self.eps_root_is_zero:  # the codec uses sqrt(nu) too: one square root serves both
             root = jnp.sqrt(nu) * h["root_nu_bias_correction"]
         else:
@@ -77,7 +80,11 @@ class AdamRule(UpdateRule):
         return root + h["eps"]
 
     def accumulating(self, h: Arrays, first: jax.Array, every: int) -> Arrays:
-        """Add sum g_i / k to m and sum (g_i / k)^2 to v (Adam Accumulation)."""
+        """Return `h` for one of k = `every` micro-batches, whose steps add up.
+
+        m = b1 m + (1-b1) sum g_i / k and v = b2 v + (1-b2) sum (g_i / k)^2 (Adam Accumulation):
+        moments decay in the `first` only. Raises with `nesterov`.
+        """
         if self.nesterov:
             return super().accumulating(h, first, every)
         share = 1 / every

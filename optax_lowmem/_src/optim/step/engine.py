@@ -87,8 +87,8 @@ class Engine(StateFormat, LeafPlanner):
     ) -> tuple[Any, Any]:
         """Return updates, or new parameters if `returns_params`, and the new state.
 
-        By default the hyperparameters `h` are those at the state's count, and the new count is the
-        old one plus 1. `gradient_scale` is a factor of the gradients.
+        `h` are the step's hyperparameters, by default those at the state's count; `count` is the
+        new count, by default the state's plus 1. `gradient_scale` is a factor of the gradients.
         """
         trees.check_state(state, self.rule.state_type)
         streams = any(map(host.is_on_host, jax.tree.leaves(state)))
@@ -120,7 +120,7 @@ class Engine(StateFormat, LeafPlanner):
         paths = [plan.path for plan in plans]
         count, keys = count_and_keys(state.seed, state.count, count, paths)
         leaves = [
-            state._replace(g=g, p=p) for state, g, p in zip(states, gradients, weights, strict=True)
+            one._replace(g=g, p=p) for one, g, p in zip(states, gradients, weights, strict=True)
         ]
         batch = LeafBatch.of(
             plans, leaves, h, keys, blockwise=blockwise, blockwise_keys=keys,

@@ -32,7 +32,12 @@ class StateFormat:
     weights: bool = True
 
     def zeros(self, plans: list[LeafPlan], params: optax.Params, seed: jax.Array) -> Any:
-        """Return a zero state with the parameters' sharding, without allocating f32 moments."""
+        """Return the state before the first step, sharded like the parameters.
+
+        All zeros, but for corrections that `lowmem.init` provides; no f32 moments are allocated.
+        One program makes the zeros, unless parameters are committed to devices, or traced: then
+        slots are made one by one, where their parameters are.
+        """
         leaves, fields = jax.tree.leaves(params), self.fields()
         if is_free(leaves):
             slots, (count, others) = compiled(_zeros)(plans, leaves, fields)

@@ -57,7 +57,10 @@ def _step_leaf(
     keys: jax.Array,
     number: jax.Array,
 ) -> list[jax.Array]:
-    """Step one parameter with `keys[index]`; `number` is the index as an array."""
+    """Return the flat results of one parameter's step with `keys[index]`.
+
+    `number` is the index as an array, so that parameters of one kind share a compiled program.
+    """
     platform = jax.default_backend()
     if packs(plan, platform):
         return jax.tree.leaves(packed_update(rule, plan, leaf, h, keys, number))

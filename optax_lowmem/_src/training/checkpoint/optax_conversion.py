@@ -49,9 +49,10 @@ def record_of(state: optax.OptState) -> OptimizerRecord | None:
 
 
 def counterpart(tx: optax.GradientTransformation, params: PyTree) -> optax.GradientTransformation:
-    """Return an optax optimizer with the state that `tx` would have in f32, and arbitrary rates.
+    """Return the optax optimizer whose state is that of `tx` in f32; its rates are arbitrary.
 
-    Raises if `tx` does not reveal it, for example a closure of optax.
+    If `tx` stores nothing in low memory, this is `tx`. Raises if an optimizer of this library is
+    hidden in a closure.
     """
     if isinstance(tx, EngineTransformation):
         return _optax_optimizer_of(tx.engine)
@@ -60,6 +61,7 @@ def counterpart(tx: optax.GradientTransformation, params: PyTree) -> optax.Gradi
     state, decisions = context.dry_run(tx, params)
     if not decisions:
         return tx
+    # `init` of split_master_weights and compress_state is a bound method
     inner = getattr(getattr(tx.init, "__self__", None), "inner", None)
     if inner is not None and type(state).__name__ in ("SplitState", "CompressedState"):
         return counterpart(inner, params)

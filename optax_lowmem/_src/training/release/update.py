@@ -25,7 +25,8 @@ from optax_lowmem._src.training.release.model import Parts, Stack
 def layer_plan(rule: UpdateRule, plan: LeafPlan, layers: int, per_layer: bool) -> LeafPlan:
     """Return the plan of one layer from that of its stacked leaf; axis 0 is kept, with size 1.
 
-    Raises for a leaf whose layers cannot be stepped one by one.
+    `layers` is the number in the stack. With `per_layer`, a rule that reduces over a whole tensor
+    reduces over each layer. Raises ValueError if the layers cannot be stepped one by one.
     """
     reason = _reason(rule, plan, per_layer) if layers > 1 else None
     if reason is not None:
