@@ -1,0 +1,34 @@
+"""Save a run, and go on from it in another process with the same bits."""
+
+import tempfile
+
+import jax
+from _mlp import loss_fn, start
+
+import optax_lowmem as lowmem
+from optax_lowmem import checkpoint
+
+
+def main(steps: int = 40) -> tuple[float, float]:
+    params_f32, x, y = start()
+    tx = lowmem.flash_adamw(3e-3)
+
+    @jax.jit
+    def train_step(params, state):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        return *lowmem.step(tx, grads, state, params), loss
+
+    params, state = lowmem.init(tx, params_f32)
+    losses = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(steps):
+            if i == steps // 2:
+                checkpoint.save(folder, tx, params, state, step=i)
+                params, state = checkpoint.restore(folder, tx, params)  # as after a restart
+            params, state, loss = train_step(params, state)
+            losses.append(float(loss))
+    return losses[0], losses[-1]
+
+
+if __name__ == "__main__":
+    print("loss at the first and at the last step:", *main())
