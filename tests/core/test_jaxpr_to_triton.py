@@ -168,9 +168,9 @@ def test_a_step(name, options, direct):
     tx = small_leaves.record(name).make(1e-3, storage=storage)
     case = launch_cases.make(tx, [(8, 32)], direct=direct)
     plan, leaf = case.plans[0].shapeless, case.leaves[0]
-    scalars, state = case.of_leaves[0], leaf.state
+    scalars = case.of_leaves[0]
     leaf = leaf._replace(
-        state=state._replace(scales=jax.tree.map(lambda x: x.reshape(-1), state.scales)),
+        scales=jax.tree.map(lambda x: x.reshape(-1), leaf.scales),
         of_block=jax.tree.map(lambda x: jnp.full((8, 1), 27.0), leaf.of_block),
     )
     counters = jnp.asarray(RNG.integers(0, 2**32, 8, np.uint32))

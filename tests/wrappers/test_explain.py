@@ -61,9 +61,7 @@ CODECS = {"mu": lowmem.codecs.softsign(), "nu": lowmem.codecs.sqrt()}
 NESTED = {
     "split of ours": lambda: lowmem.split_master_weights(lowmem.flash_adamw(1e-3, storage=UNSPLIT)),
     "split of a wrapper of ours": lambda: lowmem.split_master_weights(
-        lowmem.update_clipping(
-            lowmem.flash_adamw(1e-3, storage=UNSPLIT), b2=0.999, eps=1e-8
-        )
+        lowmem.accumulate_gradients(lowmem.flash_adamw(1e-3, storage=UNSPLIT), every=2)
     ),
     "codecs in codecs": lambda: lowmem.split_master_weights(
         lowmem.compand_momentum(lowmem.sqrt_variance_quant(optax.adamw(1e-3)))

@@ -13,9 +13,9 @@ from optax_lowmem._src.arrays.hyperparameters import PowerDecay
 # Arguments of this library's constructors that must be static under tracing, or are functions.
 _STATIC = frozenset(
     ("accumulator_dtype", "below", "bits", "bits_init", "bits_loss", "bits_target", "blocks",
-     "clean_dtype", "every", "group_size", "mask", "min_dim_size_to_factor", "mu_dtype",
-     "muon_weight_dimension_numbers", "ns_coeffs", "ns_dtype", "ns_steps", "parts", "seed",
-     "smooth_beta", "weight_decay_mask")
+    "clean_dtype", "every", "group_size", "mask", "max_precondition_dim", "min_dim_size_to_factor",
+    "mu_dtype", "muon_weight_dimension_numbers", "ns_coeffs", "ns_dtype", "ns_steps", "parts",
+    "precondition_frequency", "seed", "smooth_beta", "weight_decay_mask")
 )  # fmt: skip
 
 
