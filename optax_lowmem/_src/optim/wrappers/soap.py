@@ -217,6 +217,14 @@ def scale_by_soap(
     state is that of an ordinary optax transformation, for `compress_state` or on its own: for a
     matrix of shape (m, n) 4 (2 + 2 m / n + 2 n / m) bytes per parameter.
 
+    Args:
+      b1: decay of M, in [0, 1).
+      b2: decay of V, L and R, in [0, 1).
+      eps: added to the root of V.
+      precondition_frequency: number of steps between two bases.
+      max_precondition_dim: the largest side of a matrix that has a preconditioner.
+      muon_weight_dimension_numbers: the axes of matrices, as in `flash_muon`.
+
     Returns:
       An optax transformation: `update` returns the direction; multiply it by the learning rate and
       subtract.
