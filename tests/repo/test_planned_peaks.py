@@ -29,7 +29,8 @@ def test_most_cases_are_late():
 def test_recorded_runs_of_8b_with_the_state_in_host_memory():
     """Steps of 8 and 256 rows of 2,048 tokens, in micro-batches, with the memory of 24 GB."""
     rows = records.select(records.newest(records.all_records(), bench="train"), metric="peak_bytes")
-    rows = [row for row in rows if "allocator=cuda_async" in row["case"]]
+    cases = "offload=pinned_host allocator=cuda_async"
+    rows = [row for row in rows if cases in row["case"] and row["case"].startswith("llama-8b")]
     sizes = plan.decoder(MODELS["8B"])
     modes = plan.plan_decoder(sizes, "flash_adamw", 0, 2048, accumulate=True).modes
     (mode,) = (mode for mode in modes if mode.name == "offload")
@@ -37,6 +38,20 @@ def test_recorded_runs_of_8b_with_the_state_in_host_memory():
     assert peaks.keys() == {1, 2}
     for at_once, peak in peaks.items():
         assert mode.total_bytes(at_once) == pytest.approx(peak, rel=tol.PLANNED)
+
+
+@pytest.mark.parametrize("model", ["8B", "14B"])
+def test_recorded_runs_with_weights_in_host_memory(model):
+    """Steps with the memory of cards of 8, 16 and 24 GB, in micro-batches of one and two rows."""
+    rows = records.select(records.newest(records.all_records(), bench="train"), metric="peak_bytes")
+    begins = f"llama-{model.lower()} "
+    rows = [r for r in rows if r["case"].startswith(begins) and "offload=weights" in r["case"]]
+    modes = plan.plan_decoder(plan.decoder(MODELS[model]), "flash_adamw", 0, 2048, accumulate=True)
+    (mode,) = (mode for mode in modes.modes if mode.name == "stream")
+    assert rows
+    for row in rows:
+        at_once = row["flags"]["batch"] // row["flags"]["accumulate"]
+        assert mode.total_bytes(at_once) == pytest.approx(row["value"], rel=tol.PLANNED)
 
 
 @pytest.mark.parametrize(("mode", "flag"), [("resident", ""), ("release", "release=True ")])
