@@ -54,7 +54,7 @@ class Case:
     keys: jax.Array
 
     @property
-    def of_leaves(self) -> list[dict[str, jax.Array]]:
+    def leaf_hyperparameters(self) -> list[dict[str, jax.Array]]:
         """The hyperparameters, once or, where leaves have their own, once a leaf."""
         if self.rule.prepares != "leaf":
             return [self.h]
@@ -65,8 +65,10 @@ class Case:
         ]
 
     def scalars(self, names: tuple[str, ...]) -> jax.Array:
-        """`of_leaves` as a launch takes them."""
-        return jnp.stack([jnp.stack([h[name] for name in names]) for h in self.of_leaves])
+        """`leaf_hyperparameters` as a launch takes them."""
+        return jnp.stack(
+            [jnp.stack([h[name] for name in names]) for h in self.leaf_hyperparameters]
+        )
 
     @property
     def numbers(self) -> list[int]:
@@ -176,7 +178,7 @@ def expected(case: Case) -> list[Leaf]:
             for i, (plan, leaf, number) in enumerate(rows)
         ]
 
-    return jax.jit(every)(case.leaves, case.of_leaves, case.keys)
+    return jax.jit(every)(case.leaves, case.leaf_hyperparameters, case.keys)
 
 
 def compare(case: Case, found: list[Leaf], approximate: bool = False) -> None:

@@ -12,9 +12,7 @@ from optax_lowmem._src.layers.losses.cross_entropy import linear_cross_entropy
 from optax_lowmem._src.layers.noise.linen import GaussWSDense
 from optax_lowmem._src.layers.noise.nnx import GaussWSLinear, renew_noise
 from optax_lowmem._src.layers.switchback.convert import convert
-from optax_lowmem._src.layers.switchback.dot_general import (
-    switchback_dot_general,
-)
+from optax_lowmem._src.layers.switchback.dot_general import switchback_dot_general
 from optax_lowmem._src.layers.switchback.linen import SwitchBackDense
 from optax_lowmem._src.layers.switchback.nnx import LayerScale, SwitchBackLinear
 from optax_lowmem.layers import fp8_flow, nf4

@@ -168,7 +168,7 @@ def test_a_step(name, options, direct):
     tx = small_leaves.record(name).make(1e-3, storage=storage)
     case = launch_cases.make(tx, [(8, 32)], direct=direct)
     plan, leaf = case.plans[0].shapeless, case.leaves[0]
-    scalars = case.of_leaves[0]
+    scalars = case.leaf_hyperparameters[0]
     leaf = leaf._replace(
         scales=jax.tree.map(lambda x: x.reshape(-1), leaf.scales),
         of_block=jax.tree.map(lambda x: jnp.full((8, 1), 27.0), leaf.of_block),

@@ -126,7 +126,7 @@ def reader(tmp_path_factory):
 
 
 def installed_by(name):
-    """What the first cell of a notebook gives to pip, beside the package."""
+    """Return the requirements that the first cell of a notebook installs, beside the package."""
     (line,) = [line for line in readers.lines(PATHS[name]) if "%pip" in line]
     what, *needed = shlex.split(line.strip().removeprefix("%pip install -q "))
     assert what == "$INSTALL"

@@ -1,4 +1,4 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioners, with everything in 8 bits."""
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioners, with an 8-bit state."""
 
 import dataclasses
 import functools
@@ -91,18 +91,21 @@ class _Leaf(NamedTuple):
     q: _Sides
 
 
-def _moments(g: jax.Array, mu: jax.Array, nu: jax.Array, rotated: jax.Array, h: Arrays) -> Any:
-    return (
-        h["b1"] * mu + h["one_minus_b1"] * g, h["b2"] * nu + h["one_minus_b2"] * rotated**2
-    )  # fmt: skip
+def _adam(
+    g: jax.Array, mu: jax.Array, nu: jax.Array, q: _Sides, h: Arrays
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return Adam's direction in the basis of `q`, rotated back, and the new moments."""
+    g = g * h["not_first"]
+    mu = h["b1"] * mu + h["one_minus_b1"] * g
+    nu = h["b2"] * nu + h["one_minus_b2"] * _rotated(g, q) ** 2
+    root = jnp.sqrt(h["nu_bias_correction"] * nu) + h["eps"]
+    return _rotated_back(h["mu_bias_correction"] * _rotated(mu, q) / root, q), mu, nu
 
 
 def _step_other(g: jax.Array, leaf: _Leaf, h: Arrays) -> tuple[jax.Array, _Leaf]:
-    """Return Adam's direction of a parameter without matrices, and its new state."""
-    g = g * h["not_first"]
-    mu, nu = _moments(g, leaf.mu, leaf.nu, g, h)
-    root = jnp.sqrt(h["nu_bias_correction"] * nu) + h["eps"]
-    return h["mu_bias_correction"] * mu / root, leaf._replace(mu=mu, nu=nu)
+    """Return the direction of a parameter without matrices, and its new state."""
+    direction, mu, nu = _adam(g, leaf.mu, leaf.nu, leaf.q, h)
+    return direction, leaf._replace(mu=mu, nu=nu)
 
 
 def _step_matrices(
@@ -113,11 +116,7 @@ def _step_matrices(
     `basis` is the index of the new eigenvectors: the same, the next or the first.
     """
     g, mu, nu = (matrices.to_stack(x) for x in (g, leaf.mu, leaf.nu))
-    used = g * h["not_first"]
-    mu, nu = _moments(used, mu, nu, _rotated(used, leaf.q), h)
-    root = jnp.sqrt(h["nu_bias_correction"] * nu) + h["eps"]
-    rotated = h["mu_bias_correction"] * _rotated(mu, leaf.q) / root
-    direction = _rotated_back(rotated, leaf.q)
+    direction, mu, nu = _adam(g, mu, nu, leaf.q, h)
     sides, q = list(leaf.sides), list(leaf.q)
     for i, product in enumerate(_products(g)):
         if sides[i].ndim:
@@ -186,8 +185,8 @@ class _Soap:
             directions.append(direction.astype(g.dtype))
             new.append((leaf.mu, leaf.nu, *leaf.sides, *leaf.q))
         treedef: Structure = jax.tree.structure(updates)
-        trees_of = zip(*new, strict=True) if new else [()] * 6
-        after = SoapState(optax.safe_increment(count), *map(treedef.unflatten, trees_of))
+        columns = zip(*new, strict=True) if new else [()] * 6
+        after = SoapState(optax.safe_increment(count), *map(treedef.unflatten, columns))
         return treedef.unflatten(directions), after
 
     def _hyperparameters(self, count: jax.Array) -> Arrays:

@@ -83,7 +83,7 @@ def _children(node: object) -> Iterator[PyTree]:
 
 @dataclasses.dataclass(frozen=True)
 class ChangesAfter:
-    """What a trial step found, one message each: `errors` and `warnings`."""
+    """The messages of a trial step: `errors` and `warnings`."""
 
     errors: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

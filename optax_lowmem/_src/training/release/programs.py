@@ -23,7 +23,7 @@ from optax_lowmem._src.training.release.update import Plans, Update, squares_of,
 
 @dataclasses.dataclass
 class Options:
-    """What a step is made of: the arguments of `train_step`."""
+    """The arguments of `train_step` that the stages of a step use."""
 
     optimizer: Optimizer
     model: Layered
