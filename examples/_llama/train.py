@@ -78,12 +78,12 @@ def make_program(settings: Settings) -> Program:
     """Traces the model and plans where its arrays lie; allocates nothing."""
     mesh, tx = meshes.make_mesh(settings), make_optimizer(settings)
     of_batch = NamedSharding(mesh, meshes.BATCH)
-    constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=of_batch)
+    here = SingleDeviceSharding(mesh.devices.flat[0])  # of offloaded runs
     model = Llama(
         settings.shape,
         settings.compute,
         choose.attention(settings),
-        constrain=constrain,
+        constrain=lambda x: x if settings.offload else jax.lax.with_sharding_constraint(x, of_batch),
         dot_general=LINEARS[settings.linear],
         activations=choose.activations(settings),
         stacked=choose.stacked(settings),
@@ -107,6 +107,8 @@ def make_program(settings: Settings) -> Program:
 
     params, state = jax.eval_shape(start)
     places = meshes.shardings(tx, params, settings, mesh)
+    if settings.offload:
+        places = jax.tree.map(lambda _: here, places)
     where = {} if plain else meshes.step_placement(places[1], mesh)
 
     @functools.cache
@@ -126,8 +128,7 @@ def make_program(settings: Settings) -> Program:
 
     def start_offloaded() -> tuple[Any, Any]:
         if settings.offload == WEIGHTS:
-            key, here = jax.random.key(settings.seed), SingleDeviceSharding(mesh.devices.flat[0])
-            return moved(model.weights_in_turn(key, dtype, here), None)
+            return moved(model.weights_in_turn(jax.random.key(settings.seed), dtype, here), None)
         return moved(jax.jit(lambda: start()[0], out_shardings=places[0])(), None)
 
     def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -299,15 +299,15 @@ def test_suite(finetune, folder, trained, tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "subprocess", types.SimpleNamespace(run=leave_a_log))
     words = f"--model {folder} --seed 0 --packages packaging --record {file}"
     suite.main(words.split())
-    plain, adapters = (suite.BASE, True, 0), (suite.OURS, False, 0)
-    assert [run[:3] for run in ran] == [plain, (suite.OURS, True, 0), adapters]
+    plain, adapters = (suite.BASE, True, 0), (suite.OURS, False, 0)  # LoRA, then QLoRA
+    assert [run[:3] for run in ran] == [plain, (suite.OURS, True, 0), adapters, adapters]
     assert ran[0][3] > 50 and ran[0][4] == -(-(ran[0][3] + ran[0][4]) // suite.HELD_OUT)
     rows = records.load(file)
-    plain, ours = (row for row in rows if "curve" in row and row["impl"] != suite.LORA)
+    plain, ours, *_ = (row for row in rows if "curve" in row)
     assert [loss for _, loss in plain["curve"]] == losses(trained()[0], "validation_loss")
     rows += [plain | {"value": 1.0}, ours | {"value": 1.25}]
     rows += [plain | {"seed": 1, "value": 2.0}, ours | {"seed": 1, "value": 2.75}]
-    rows += [ours | {"impl": suite.LORA, "value": 1.25}]
+    rows += [ours | {"impl": suite.LORA, "value": 1.25}, ours | {"impl": suite.QLORA, "value": 1.5}]
     rows += [plain | {"impl": f"{suite.BASE} lr=0.1", "value": 3.0}]
     rows += [ours | {"impl": f"{suite.OURS} lr=0.1", "value": 2.5}]
     _, body, _ = suite.table(records.newest(rows))
@@ -315,12 +315,13 @@ def test_suite(finetune, folder, trained, tmp_path, monkeypatch):
         ["2", "1.5000 ± 0.7071", ""],
         ["2", "2.0000 ± 1.0607", "+0.5000 ± 0.3536"],
         ["1", "1.2500", "+0.2500"],
+        ["1", "1.5000", "+0.5000"],
         ["1", "2.5000", "-0.5000"],
         ["1", "3.0000", ""],
     ]
     _, body, _ = suite.texts(rows)
     assert [text for _, text in body] == [
-        r"0\| optax.adamw", r"12\| optax.adamw", r"12\| flash_adamw", r"12\| flash_adamw"
+        r"0\| optax.adamw", r"12\| optax.adamw", *[r"12\| flash_adamw"] * 3
     ]  # fmt: skip
     monkeypatch.setattr(records, "all_records", lambda: rows)
     assert "in bf16 ends at 2.0000, in f32 at 1.5000" in suite.draw().get_suptitle()

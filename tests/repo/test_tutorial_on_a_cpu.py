@@ -83,7 +83,7 @@ def place(tmp_path_factory):
 
 
 def test_commands_were_found():
-    assert len(COMMANDS) == 3 and all("--model smollm2" in words for words in COMMANDS)
+    assert len(COMMANDS) == 4 and all("--model smollm2" in words for words in COMMANDS)
 
 
 @pytest.mark.full
