@@ -83,7 +83,9 @@ def make_program(settings: Settings) -> Program:
         settings.shape,
         settings.compute,
         choose.attention(settings),
-        constrain=lambda x: x if settings.offload else jax.lax.with_sharding_constraint(x, of_batch),
+        constrain=lambda x: (
+            x if settings.offload else jax.lax.with_sharding_constraint(x, of_batch)
+        ),
         dot_general=LINEARS[settings.linear],
         activations=choose.activations(settings),
         stacked=choose.stacked(settings),

@@ -56,8 +56,8 @@ HOW = ("remat", "attention", "activations", "head", "unroll", "stacked", "quanti
 
 
 def parse_example(args: argparse.Namespace, flags: str) -> argparse.Namespace:
-    common = f"--preset {args.preset} --data-parallel 1 --text random --steps {args.steps} {args.flags}"
-    return train_llama.parse_arguments(f"{common} {flags}".split())
+    common = f"--preset {args.preset} --data-parallel 1 --text random --steps {args.steps}"
+    return train_llama.parse_arguments(f"{common} {args.flags} {flags}".split())
 
 
 def rows_of(case: str, impl: str, found: dict[str, float], **more: Any) -> records.Rows:
