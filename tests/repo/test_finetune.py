@@ -247,7 +247,7 @@ def test_what_fits_a_budget(finetune, folder, tmp_path, monkeypatch):
         return finetune.make_setup(args, finetune.huggingface.read_shape(folder), 1)
 
     def chosen(size, more=""):
-        number, step = finetune.fit(setup(f"--budget {size / 1e6:.6f}MB {more}"), None)
+        number, step = finetune.fit(setup(f"--budget {size / 2**20}MB {more}"), None)
         assert planned(step) == sizes[number]
         return number
 
@@ -259,7 +259,7 @@ def test_what_fits_a_budget(finetune, folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"--micro-batch 1 needs 0.00 GiB, and .* --lora"):
         chosen(sizes[4] - 1)
     with pytest.raises(ValueError, match="--batch 4 --micro-batch 2 needs"):
-        finetune.fit(setup(f"--budget {sizes[4] / 1e6:.6f}MB"), 2)
+        finetune.fit(setup(f"--budget {sizes[4] / 2**20}MB"), 2)
 
 
 def test_resumed_with_the_micro_batches_that_it_was_begun_with(finetune, folder, tmp_path):
@@ -273,8 +273,8 @@ def test_commands_that_the_planner_prints(finetune, folder, capsys):
     sizes = plan.decoder(json.loads((folder / "config.json").read_text()))
     adapters = ("q_proj", "v_proj"), 16
     for mode in plan.plan_decoder(sizes, "flash_adamw", 0, 2048, adapters).modes:
-        megabytes = (mode.total_bytes(1) + 1) / plan.USABLE / 1e6
-        plan.main(["--params", str(folder), "--gpu", f"{megabytes:.6f}MB"])
+        mebibytes = (mode.total_bytes(1) + 1) / plan.USABLE / 2**20
+        plan.main(["--params", str(folder), "--gpu", f"{mebibytes}MiB"])
         printed = capsys.readouterr().out
         command, name = printed.splitlines()[-1].split(), re.search(r"Recommended: (\w+)", printed)
         args = finetune.parse_arguments(command[2:])
