@@ -2,9 +2,11 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -45,8 +47,9 @@ def state_shardings(
 
     Args:
       tx: any optax transformation, wrapped or not.
-      params: the parameters or their `jax.eval_shape`, optionally with Linen's metadata
-        (`Partitioned`).
+      params: the parameters that the optimizer gets, or their `jax.eval_shape`, optionally with
+        Linen's metadata (`Partitioned`). For `lowmem.init` those that it returns, in bf16: the
+        state of f32 parameters has no corrections.
       param_shardings: a tree like `params` of `NamedSharding` or `PartitionSpec` (None:
         replicated). By default the shardings of the arrays in `params`, or the axis names in their
         metadata.
@@ -64,6 +67,10 @@ def state_shardings(
     Raises:
       ValueError: for an axis that is not in the mesh, is used twice, or does not divide its
         dimension; for a parameter of unknown sharding.
+
+    Warns:
+      UserWarning: if f32 parameters are sharded that `lowmem.init` would store in bf16. A
+        transformation with `Storage(master_weight_bits=None)` keeps no corrections: no warning.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
@@ -85,14 +92,17 @@ def state_shardings(
     for decision in decisions:
         if decision.group_size is not None:
             sizes.setdefault(decision.path, set()).add(decision.group_size)
-    known = {}
+    known, sharded = {}, []
     for (path, leaf), sharding in zip(_leaves(params), placed, strict=True):
         name, shape = trees.path_name(path), tuple(leaf.shape)
         groups = tuple(sizes.get(name, ()))
         whole = named_sharding(name, shape, sharding, the_mesh)
         if zero_axis is not None:
             whole = _with_zero(shape, whole, zero_axis, groups)
+        sharded += [name] if any(whole.spec) else []
         known[path] = functools.partial(state_sharding, name, shape, whole, group_sizes=groups)
+
+    _warn_of_f32(tx, params, sharded)
 
     def of_leaf(path: tuple[object, ...], leaf: Shaped) -> NamedSharding:
         of_parameter = _owner(path, known)
@@ -100,6 +110,30 @@ def state_shardings(
         return NamedSharding(the_mesh, spec, memory_kind=memory_kind)
 
     return jax.tree_util.tree_map_with_path(of_leaf, state)
+
+
+def _warn_of_f32(
+    tx: optax.GradientTransformation, params: optax.Params, sharded: list[str]
+) -> None:
+    """Warn if all parameters are f32 and `lowmem.init` would make corrections for sharded ones."""
+    floats = [p for p in jax.tree.leaves(params) if jnp.issubdtype(p.dtype, jnp.floating)]
+    if not sharded or any(p.dtype != jnp.float32 for p in floats):
+        return
+    _, decisions = context.dry_run(tx, jax.eval_shape(_in_bf16, params))
+    split = [d.path for d in decisions if d.slot == "correction" and d.form and d.path in sharded]
+    if split:
+        warnings.warn(
+            f"{trees.some_of(split)} {'is' if len(split) == 1 else 'are'} float32, for which "
+            "tx.init makes no corrections. The state of lowmem.init has them, beside weights in "
+            "bf16, and these shardings would replicate them. Pass the parameters of lowmem.init, "
+            "or their shapes: jax.eval_shape(lambda p: lowmem.init(tx, p)[0], params).",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _in_bf16(params: optax.Params) -> optax.Params:
+    return optax.tree.cast(params, jnp.bfloat16)
 
 
 def _with_zero(
