@@ -85,6 +85,29 @@ def test_parts_of_a_plan():
     }
 
 
+def test_frozen_weights_on_the_host():
+    """Sums by hand: adapters stay on the device, with a copy of one layer's state."""
+    adapters = {"layers": {"a": jax.ShapeDtypeStruct((3, 256, 8), jnp.bfloat16)}}
+    report, trained = memory.report(TX, adapters), 3 * 256 * 8 * 2
+    state, layer_state = (
+        report.state_bytes,
+        (sum(report.by_leaf["layers/a"].values()) - trained) // 3,
+    )
+
+    def peak(**sizes):
+        of_batch = memory.Activations(**{"loss": 0, "layers": 0, "end": 0} | sizes)
+        (mode,) = memory.plan(
+            TX, adapters, frozen=PARAMS, stacks=("layers",), modes=("stream-frozen",),
+            budget=2**30, activations=lambda batch: of_batch,
+        ).modes  # fmt: skip
+        assert mode.host == WEIGHTS and mode.copies == (WEIGHTS, WEIGHTS, 0)
+        return mode.peak(1)
+
+    assert peak(loss=2**20) == (trained + EMBED + LAYER, state, 0, 2**20)
+    assert peak(end=2**20) == (trained + EMBED + 2 * LAYER, state, 0, 2**20)
+    assert peak(layers=2**20) == (trained + 3 * LAYER, state + layer_state, trained // 3, 2**20)
+
+
 def test_what_fits():
     budget = 4_000_000
 
@@ -136,8 +159,9 @@ def test_command(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA_8B))
     lines = run(capsys, "--params", str(tmp_path), "--gpu", "80GiB")
-    modes = ["resident", "release", "offload", "stream", "lora", "qlora"]
-    assert [line.split()[0] for line in lines[3:9]] == modes
+    modes = ["resident", "release", "offload", "stream"]
+    modes += ["lora", "qlora", "lora-stream", "qlora-stream"]
+    assert [line.split()[0] for line in lines[3:11]] == modes
     command = f"    python examples/finetune.py --model {tmp_path} --data FILE"
     assert lines[-1].startswith(command) and lines[-1].endswith("--batch 23")
     lines = run(capsys, "--params", str(file), "--gpu", "48GiB")
@@ -155,6 +179,9 @@ def test_command(tmp_path, capsys):
     assert "as long as computing 2,716 tokens (at 70% of 97 TFLOP/s)" in lines[-3]
     lines = run(capsys, "--params", str(file), "--gpu", "RTX 4080", "--tflops", "970")
     assert "as long as computing 27,161 tokens (at 70% of 970 TFLOP/s)" in lines[-3]
+    lines = run(capsys, "--params", str(file), "--gpu", "4GiB", "--lora", "all-linear")
+    assert "29.92 GiB to the GPU and 0.00 GiB back" in lines[-3]
+    assert "--lora q_proj,k_proj" in lines[-1] and "--offload weights --micro-batch" in lines[-1]
 
 
 def test_names_of_gpus(tmp_path, capsys):
@@ -245,10 +272,10 @@ def test_numbers_that_are_not_above_zero(capsys, flag):
 def test_nothing_fits(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA_8B))
-    with pytest.raises(SystemExit, match=r"stream needs the least memory: a GPU of 5\.9 GiB"):
-        plan.main(["--params", str(file), "--gpu", "4GiB"])
+    with pytest.raises(SystemExit, match=r"qlora-stream needs the least memory: a GPU of 1\.7 GiB"):
+        plan.main(["--params", str(file), "--gpu", "1GiB"])
     with pytest.raises(SystemExit, match="With --sequence 32768, stream does"):
-        plan.main(["--params", str(file), "--gpu", "24GiB", "--sequence", "65536"])
+        plan.main(["--params", str(file), "--gpu", "20GiB", "--sequence", "65536"])
     with pytest.raises(SystemExit, match="no matrix of the layers is named 'nothing'"):
         plan.main(["--params", str(file), "--gpu", "24GiB", "--lora", "nothing"])
     with pytest.raises(SystemExit, match="is not there: a model's page"):
