@@ -39,6 +39,10 @@ SLOTS: dict[tuple[str, str], SlotFacts] = {
     ("ScaleByRssState", "sum_of_squares"): SlotFacts(signed=False, moment=2),
     ("TraceState", "trace"): _FIRST,
     ("EmaState", "ema"): _FIRST,
+    ("ScaleByRmsWithCountState", "nu"): _SECOND,
+    ("ProdigyState", "exp_avg"): _FIRST,
+    ("ProdigyState", "exp_avg_sq"): _SECOND,
+    ("ProdigyState", "grad_sum"): SlotFacts(signed=True),
 }
 
 _OURS_FIRST = SlotFacts(signed=True, constant_init=False, moment=1)
