@@ -31,7 +31,8 @@ _ADAMS = ("ScaleByAdamState", "ScaleByAmsgradState", "ScaleByBeliefState", "Scal
 _AVERAGES = ("DAdaptAdamWState", "MomoAdamState", "ProdigyState")
 SLOTS: dict[tuple[str, str], SlotFacts] = {
     **{(state, "mu"): _FIRST for state in (*_ADAMS, "ScaleByLionState", "MuonState")},
-    **{(state, "nu"): _SECOND for state in (*_ADAMS, "ScaleByRmsState", "ScaleByAdemamixState")},
+    **{(state, "nu"): _SECOND for state in (*_ADAMS, "ScaleByAdemamixState")},
+    **{(state, "nu"): _SECOND for state in ("ScaleByRmsState", "ScaleByRmsWithCountState")},
     **{(state, "exp_avg"): _FIRST for state in (*_AVERAGES, "MomoState")},
     **{(state, "exp_avg_sq"): _SECOND for state in _AVERAGES},
     **{(state, "grad_sum"): SlotFacts(signed=True) for state in _AVERAGES if "Momo" not in state},
