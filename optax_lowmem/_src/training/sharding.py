@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from optax_lowmem._src.arrays import array_metadata, trees
 from optax_lowmem._src.arrays.sharding import (
@@ -18,7 +19,7 @@ from optax_lowmem._src.arrays.sharding import (
     state_sharding,
 )
 from optax_lowmem._src.arrays.shards import Shards, axes_of, divides, spec_of
-from optax_lowmem._src.arrays.typing import KeyPath, PyTree, Shaped
+from optax_lowmem._src.arrays.typing import PyTree, Shaped
 from optax_lowmem._src.optim import context
 
 Rules = Sequence[tuple[str, str | tuple[str, ...] | None]]  # logical name, mesh axes
@@ -93,7 +94,7 @@ def state_shardings(
         if decision.group_size is not None:
             sizes.setdefault(decision.path, set()).add(decision.group_size)
     known, sharded = {}, []
-    for (path, leaf), sharding in zip(_leaves(params), placed, strict=True):
+    for (path, leaf), sharding in zip(tree_leaves_with_path(params), placed, strict=True):
         name, shape = trees.path_name(path), tuple(leaf.shape)
         groups = tuple(sizes.get(name, ()))
         whole = named_sharding(name, shape, sharding, the_mesh)
@@ -109,7 +110,7 @@ def state_shardings(
         spec = of_parameter(shape=tuple(leaf.shape)).spec if of_parameter else PartitionSpec()
         return NamedSharding(the_mesh, spec, memory_kind=memory_kind)
 
-    return jax.tree_util.tree_map_with_path(of_leaf, state)
+    return tree_map_with_path(of_leaf, state)
 
 
 def _warn_of_f32(
@@ -152,10 +153,6 @@ def _with_zero(
     return sharding
 
 
-def _leaves(params: optax.Params) -> list[tuple[KeyPath, PyTree]]:
-    return jax.tree_util.tree_leaves_with_path(params)
-
-
 def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], PyTree]) -> PyTree:
     """Return the value of the longest path in `known` that ends a state array's path, or None."""
     for start in range(len(path)):
@@ -170,10 +167,10 @@ def _placed(
     """Return a NamedSharding, PartitionSpec or None (replicated) for each parameter."""
     if given is not None:
         return sharding_leaves(params, given)
-    rows = zip(jax.tree.leaves(boxed, is_leaf=array_metadata.is_box), _leaves(params), strict=True)
+    boxes = jax.tree.leaves(boxed, is_leaf=array_metadata.is_box)
     return [
         _declared_sharding(trees.path_name(path), box, leaf, mesh, rules)
-        for box, (path, leaf) in rows
+        for box, (path, leaf) in zip(boxes, tree_leaves_with_path(params), strict=True)
     ]
 
 
