@@ -14,7 +14,7 @@ from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.groups import Tile, Tiling
 from optax_lowmem._src.optim.optimizers.lion import LionRule
 from optax_lowmem._src.optim.step import LeafPlan, reference
-from optax_lowmem._src.optim.step.leaf import Leaf
+from optax_lowmem._src.optim.step.state import Leaf
 from optax_lowmem.codecs import StoredSlot, decode_array, encode_array
 from tests import tolerances
 

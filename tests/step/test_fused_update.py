@@ -16,8 +16,8 @@ from optax_lowmem import codecs
 from optax_lowmem._src.arrays import random
 from optax_lowmem._src.optim.optimizers import every_record
 from optax_lowmem._src.optim.step import reference, xla
-from optax_lowmem._src.optim.step.leaf import LeafBatch
 from optax_lowmem._src.optim.step.prepare import prepare_leaves
+from optax_lowmem._src.optim.step.state import LeafBatch
 from tests import small_leaves, tolerances
 from tests.launch_cases import joined, same_scales, stored_slots, units
 from tests.tiers import rows

@@ -31,7 +31,7 @@ def _encode_tile(
     uniforms = None
     if key_at:
         seeds = gpu_kernel.seeds(tiling, tile, key_at[0].load(0))
-        uniforms = random.slot_uniforms(*seeds, tiling.lanes, slot)
+        uniforms = numerics.uniform(random.slot_bits(*seeds, tiling.lanes, slot))
     codes, scales = codec.encode(x, uniforms)
     gpu_kernel.Place.of(tiling, tile, codec.codes_per_byte).store(codes_at, codec.pack(codes))
     place.store_scales(scales_at, scales)

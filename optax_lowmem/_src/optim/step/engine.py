@@ -18,13 +18,12 @@ from optax_lowmem._src.arrays.hyperparameters import check_schedule
 from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import platform, step_arguments
 from optax_lowmem._src.optim import context
-from optax_lowmem._src.optim.policy import warn_of_patterns
 from optax_lowmem._src.optim.step import choose, fused_updates, matrices
-from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlanner, warn_of_four_bits
 from optax_lowmem._src.optim.step.prepare import prepare_leaves
 from optax_lowmem._src.optim.step.rule import MatrixRule, UpdateRule
-from optax_lowmem._src.optim.step.state import StateFormat, check_order
+from optax_lowmem._src.optim.step.state import Leaf, LeafBatch, StateFormat, check_order
+from optax_lowmem._src.optim.step.storage import warn_of_patterns
 
 Hyperparameters = Callable[[jax.Array], Arrays]
 
@@ -182,20 +181,14 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         for plan, leaf in zip(batch.plans, batch.leaves, strict=True)
     ]
     batch = dataclasses.replace(batch, plans=tuple(plans))
-    if _has_a_program_per_shape(batch):
+    # XLA's time to compile an eager step grows with the number of parameters; then one program per
+    # shape is compiled. A GPU steps many parameters in one launch.
+    by_xla = batch.implementation in (None, "xla") and platform.no_gpu_reason() is not None
+    if len(plans) > FEW and by_xla and is_eager(jax.tree.leaves(batch)):
         return _joined(each(_step_leaves, [(rule, one) for one in _one_by_one(batch)]))
     if step_arguments.current().shardings:  # in the context, which is no argument of a program
         return _step_leaves(rule, batch)
     return compiled(_step_leaves)(rule, batch)
-
-
-def _has_a_program_per_shape(batch: LeafBatch) -> bool:
-    """Return whether to compile an eager step once per shape instead of once for all parameters.
-
-    XLA's time to compile grows with the number of parameters. A GPU steps many in one launch.
-    """
-    by_xla = batch.implementation in (None, "xla") and not platform.has_gpu()
-    return len(batch.plans) > FEW and by_xla and is_eager(jax.tree.leaves(batch))
 
 
 def _joined(stepped: Sequence[Stepped]) -> Stepped:
@@ -240,26 +233,28 @@ def _step_streamed(rule: UpdateRule, batch: LeafBatch) -> Stepped:
 
 
 def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
-    """Prepare and step leaves, those with the same rule (`UpdateRule.for_leaf`) together."""
+    """Prepare and step leaves; if matrices have another rule, those with one rule together."""
+    if isinstance(rule, MatrixRule):
+        return matrices.step_leaves(rule, batch)
+    if rule.prepares == "matrices":
+        return _step_by_rule(rule, batch)
+    blockwise = batch.blockwise
+    if rule.prepares is not None:
+        batch, blockwise = prepare_leaves(rule, batch)
+    batch = dataclasses.replace(batch, blockwise=[], blockwise_keys=None)
+    return fused_updates(rule, batch), blockwise
+
+
+def _step_by_rule(rule: UpdateRule, batch: LeafBatch) -> Stepped:
+    """Do `_step_leaves` for the leaves of each rule that `rule.for_leaf` returns."""
     parts: dict[UpdateRule, list[int]] = {}
     for i, plan in enumerate(batch.plans):
         parts.setdefault(rule.for_leaf(plan.matrices), []).append(i)
-    results: list[Any] = [None] * len(batch.plans)
+    results: dict[int, tuple[Leaf, Leaf]] = {}
     for leaf_rule, indices in parts.items():
-        part = batch
-        if parts.keys() != {rule}:
-            part = batch.take(indices).with_keys_in_order()
-            h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
-            part = dataclasses.replace(part, hyperparameters=h)
-        blockwise = part.blockwise
-        if leaf_rule.prepares in ("leaf", "blocks"):
-            part, blockwise = prepare_leaves(leaf_rule, part)
-        if isinstance(leaf_rule, MatrixRule):
-            stepped, blockwise = matrices.step_leaves(leaf_rule, part)
-        else:
-            part = dataclasses.replace(part, blockwise=[], blockwise_keys=None)
-            stepped = fused_updates(leaf_rule, part)
-        for i, *result in zip(indices, stepped, blockwise, strict=True):
-            results[i] = result
-    leaves, blockwise = ([row[i] for row in results] for i in range(2))
-    return leaves, blockwise
+        part = batch.take(indices).with_keys_in_order()
+        h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
+        stepped = _step_leaves(leaf_rule, dataclasses.replace(part, hyperparameters=h))
+        results.update(zip(indices, zip(*stepped, strict=True), strict=True))
+    rows = [results[i] for i in range(len(batch.plans))]
+    return [leaf for leaf, _ in rows], [blockwise for _, blockwise in rows]

@@ -22,8 +22,12 @@ from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import gpu_kernel, jaxpr_to_triton, platform
 from optax_lowmem._src.kernels.fallback import on_one_device, with_fallback
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Place, Program
+from optax_lowmem._src.kernels.step_arguments import scope
 from optax_lowmem._src.optim.step import reference, tuning, xla
-from optax_lowmem._src.optim.step.leaf import (
+from optax_lowmem._src.optim.step.on_mesh import StepPartition
+from optax_lowmem._src.optim.step.plan import LeafPlan
+from optax_lowmem._src.optim.step.rule import AnyHyperparameters, UpdateRule
+from optax_lowmem._src.optim.step.state import (
     Leaf,
     LeafBatch,
     aliases,
@@ -31,10 +35,6 @@ from optax_lowmem._src.optim.step.leaf import (
     restored,
     update_dtype,
 )
-from optax_lowmem._src.optim.step.on_mesh import StepPartition
-from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.rule import AnyHyperparameters, UpdateRule
-from optax_lowmem._src.optim.step.scopes import scope
 
 _MAX_LANES = 1 << 16  # of generated Triton
 _MAX_POINTERS = 480  # CUDA limits arguments to 4 KiB

@@ -24,9 +24,9 @@ from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import platform, step_arguments
 from optax_lowmem._src.optim.step import xla
 from optax_lowmem._src.optim.step.backend import fused_updates
-from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK, MatrixRule, UpdateRule
+from optax_lowmem._src.optim.step.state import Leaf, LeafBatch
 
 # Elements of a stack and its two products X X^T per device, unless one matrix alone has more:
 # 17 MB in bf16, enough to keep a GPU busy.
@@ -72,7 +72,7 @@ def step_leaves(rule: MatrixRule, batch: LeafBatch) -> MatrixResults:
 
 def _on_cpu() -> bool:
     """Return whether XLA's CPU backend compiles the step."""
-    return jax.default_backend() == "cpu" and not platform.has_gpu()
+    return jax.default_backend() == "cpu" and platform.no_gpu_reason() is not None
 
 
 def _after(h: Arrays, done: jax.Array) -> Arrays:

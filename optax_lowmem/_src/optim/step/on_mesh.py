@@ -20,9 +20,9 @@ from optax_lowmem._src.arrays.sharding import named_sharding, on_each_device, re
 from optax_lowmem._src.arrays.shards import Shards, axes_of, spec_of
 from optax_lowmem._src.kernels import step_arguments
 from optax_lowmem._src.kernels.partitioned import Factor, Partition, sharding_rule
-from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
+from optax_lowmem._src.kernels.step_arguments import scope
 from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.scopes import scope
+from optax_lowmem._src.optim.step.state import Leaf, LeafBatch
 
 # ---- in a shard_map ------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class StepPartition(Partition):
         return f"step {self._name[1]} {self._content} {self._plans} {self._numbers} {self._treedef}"
 
     def named(self) -> contextlib.AbstractContextManager[None]:
-        """Name the work by the leaves and the implementation, for `scopes.implementations`."""
+        """Name the work by leaves and implementation, for `step_arguments.implementations`."""
         return scope(*self._name)
 
     def cut(

@@ -20,10 +20,9 @@ from optax_lowmem._src.arrays.codecs.weights import (
 from optax_lowmem._src.arrays.roles.roles import Role, roles
 from optax_lowmem._src.arrays.shards import cut_reason, divides
 from optax_lowmem._src.optim import context
-from optax_lowmem._src.optim.policy import Policy
 from optax_lowmem._src.optim.step.matrix_axes import Matrices, MatrixAxes
 from optax_lowmem._src.optim.step.rule import MatrixRule, Slot, UpdateRule
-from optax_lowmem._src.optim.step.storage import Storage
+from optax_lowmem._src.optim.step.storage import Policy, Storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,19 +97,14 @@ class LeafPlan:
         return any(slot.stochastic for slot in self.slots)
 
     @property
-    def rounds(self) -> bool:
-        """Return whether a weight without a split is rounded stochastically."""
-        return self.weight_format is not None
-
-    @property
     def stochastic_master(self) -> bool:
         """Return whether rounding the master weight needs random bits."""
-        return self.rounds or (self.split is not None and self.split.stochastic)
+        return self.weight_format is not None or (self.split is not None and self.split.stochastic)
 
     @property
     def writes_weight(self) -> bool:
         """Return whether a step computes the rounded new weight, and then the update towards it."""
-        return self.rounds or self.split is not None
+        return self.weight_format is not None or self.split is not None
 
     @property
     def noisy(self) -> bool:
@@ -282,7 +276,7 @@ class LeafPlanner:
             trees.check_param(path, leaf)
             shape, dtype, block = tuple(leaf.shape), jnp.dtype(leaf.dtype), blocks.get(path)
             matrices = axes.get(path)
-            rule = self.rule.for_leaf(matrices)
+            rule = self.rule if self.matrices is None else self.rule.for_leaf(matrices)
             if isinstance(rule, MatrixRule) and matrices is not None:
                 block = rule.block(matrices)
             decided = {

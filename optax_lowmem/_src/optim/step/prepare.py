@@ -19,9 +19,9 @@ from optax_lowmem._src.kernels import step_arguments
 from optax_lowmem._src.optim.blocks import block_means
 from optax_lowmem._src.optim.step import reference
 from optax_lowmem._src.optim.step.backend import fused_updates
-from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK, Slot, UpdateRule
+from optax_lowmem._src.optim.step.state import Leaf, LeafBatch
 
 # traced once per shape and plan
 _prepare = jax.jit(reference.prepare, static_argnames=("rule", "plan"))

@@ -18,9 +18,9 @@ from jax import lax
 from optax_lowmem._src.arrays import groups, numerics, random
 from optax_lowmem._src.arrays.codecs import BitSplit, GroupCodec, MasterSplit, UlpSplit
 from optax_lowmem._src.arrays.typing import Arrays
-from optax_lowmem._src.optim.step.leaf import Leaf, update_dtype
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK, UpdateRule
+from optax_lowmem._src.optim.step.state import Leaf, update_dtype
 
 MASTER = "correction"  # the slot name of the master weight in the random hash
 _LEAST_RATE = 1 / 16
@@ -95,7 +95,8 @@ def advance(
     Without a weight, the step is the rule's direction. In a kernel's layout, `leaf.of_block`
     broadcasts to the elements.
     """
-    h = _with_block(plan, leaf, h, layout)
+    if leaf.of_block is not None:
+        h = _with_block(plan, leaf, h, layout)
     values = decode(plan, leaf, layout or whole(plan), units)
     g, weight = gradient_and_weight(plan, leaf, h)
     direction, values = rule.update(g, values, h)
@@ -108,8 +109,6 @@ def advance(
 def _with_block(plan: LeafPlan, leaf: Leaf, h: Arrays, layout: Layout | None) -> Arrays:
     """Add a leaf's block-wise operand, broadcast to its elements, to the hyperparameters."""
     of_block = leaf.of_block
-    if of_block is None:
-        return h
     if layout is None and plan.block is not None:
         of_block = plan.block.of_elements(of_block, plan.shape)
     return {**h, OF_BLOCK: of_block}
@@ -131,11 +130,11 @@ def advance_weight(
     step, values = advance(rule, plan, leaf, h, layout, units)
     if leaf.p is None:
         return step, leaf.correction, values
-    with_block = _with_block(plan, leaf, h, layout)
-    layout = layout or whole(plan)
     moved, correction = move(plan, leaf.p, step, leaf.correction, random_bits, layout)
     if plan.feeds_back:
-        values = feed_back(rule, plan, leaf.p, step, moved, values, with_block, layout)
+        if leaf.of_block is not None:
+            h = _with_block(plan, leaf, h, layout)
+        values = feed_back(rule, plan, leaf.p, step, moved, values, h, layout or whole(plan))
     return moved, correction, values
 
 
@@ -191,7 +190,8 @@ def encode_slots(
             continue
         uniforms = None
         if seeds is not None and slot.stochastic:
-            uniforms = random.slot_uniforms(*seeds, layout.group_size, slot.name)
+            bits = random.slot_bits(*seeds, layout.group_size, slot.name)
+            uniforms = numerics.uniform(bits)
         if measured is None:
             stored, divisor = slot.codec.measure(layout.to_groups(value))
         else:

@@ -21,11 +21,11 @@ from optax_lowmem._src.arrays import random
 from optax_lowmem._src.arrays.codecs import GroupCodec
 from optax_lowmem._src.arrays.sharding import left_to_xla, sharding_of
 from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.kernels.step_arguments import scope
 from optax_lowmem._src.optim.step import reference
-from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import UpdateRule
-from optax_lowmem._src.optim.step.scopes import scope
+from optax_lowmem._src.optim.step.state import Leaf, LeafBatch
 
 # traced once per shape and plan: tracing it per leaf would dominate the tracing time
 plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan", "two_passes"))
@@ -79,7 +79,7 @@ def packs(plan: LeafPlan, platform: str) -> bool:
 
     XLA fuses the elementwise work of a leaf without codes well.
     """
-    return platform == "cpu" and plan.quantized and not plan.rounds
+    return platform == "cpu" and plan.quantized and plan.weight_format is None
 
 
 def opaque(function: Any) -> Any:

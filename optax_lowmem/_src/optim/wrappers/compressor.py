@@ -29,10 +29,15 @@ from optax_lowmem._src.arrays.sharding import (
 from optax_lowmem._src.arrays.typing import PyTree, Structure
 from optax_lowmem._src.kernels import group_codec
 from optax_lowmem._src.optim import context
-from optax_lowmem._src.optim.policy import Policy, warn_of_patterns
 from optax_lowmem._src.optim.step.masters import splits_masters
 from optax_lowmem._src.optim.step.plan import ELEMENTWISE_FOUR_BITS, decide_slot, describe_block
-from optax_lowmem._src.optim.step.storage import NEAREST_OR_NOT, check_group_size, codec_of
+from optax_lowmem._src.optim.step.storage import (
+    NEAREST_OR_NOT,
+    Policy,
+    check_group_size,
+    codec_of,
+    warn_of_patterns,
+)
 from optax_lowmem._src.optim.wrappers.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 
 Select = Callable[[str, SlotFacts], GroupCodec | str | None]

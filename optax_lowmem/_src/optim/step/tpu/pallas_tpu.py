@@ -23,8 +23,11 @@ from optax_lowmem._src.arrays.codecs.weights import WeightFormat
 from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
+from optax_lowmem._src.kernels.step_arguments import scope
 from optax_lowmem._src.optim.step import reference, tuning, xla
-from optax_lowmem._src.optim.step.leaf import (
+from optax_lowmem._src.optim.step.plan import LeafPlan
+from optax_lowmem._src.optim.step.rule import AnyHyperparameters, UpdateRule
+from optax_lowmem._src.optim.step.state import (
     Leaf,
     LeafBatch,
     aliases,
@@ -32,9 +35,6 @@ from optax_lowmem._src.optim.step.leaf import (
     restored,
     update_dtype,
 )
-from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.rule import AnyHyperparameters, UpdateRule
-from optax_lowmem._src.optim.step.scopes import scope
 from optax_lowmem._src.optim.step.tpu import lanes
 from optax_lowmem._src.optim.step.tpu import pallas_tpu_views as views
 from optax_lowmem._src.optim.step.tpu.lanes import LANES, ROWS

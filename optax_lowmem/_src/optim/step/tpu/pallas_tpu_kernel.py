@@ -15,9 +15,9 @@ from optax_lowmem._src.arrays.block import product
 from optax_lowmem._src.arrays.codecs import GroupCodec
 from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.optim.step import reference
-from optax_lowmem._src.optim.step.leaf import Leaf
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import UpdateRule
+from optax_lowmem._src.optim.step.state import Leaf
 from optax_lowmem._src.optim.step.tpu import lanes
 from optax_lowmem._src.optim.step.tpu.lanes import LANES, ROWS, Blocks
 
@@ -229,7 +229,7 @@ class Rows:
             return None
         first = self.block[0] * self.kernel.blocks.block_rows + self.i * ROWS
         places = self.kernel.blocks.coordinates(first, self.block[1])
-        return random.row_seeds(self.key[0], places)
+        return random.mix(random.counter(self.key[0], places))
 
     def seeds(self, layout: Registers) -> random.Seeds | None:
         """Return R of the elements and C of the lanes."""

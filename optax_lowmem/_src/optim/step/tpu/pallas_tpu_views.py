@@ -11,8 +11,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.arrays.block import Block, product
-from optax_lowmem._src.optim.step.leaf import Leaf
 from optax_lowmem._src.optim.step.plan import LeafPlan
+from optax_lowmem._src.optim.step.state import Leaf
 from optax_lowmem._src.optim.step.tpu.lanes import LANES, ROWS, Blocks
 
 _USUAL = 16 << 20  # default limit in bytes of a kernel's VMEM, out of 128 MB (v5e, v6e)
