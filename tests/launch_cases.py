@@ -395,7 +395,9 @@ def _codes_apart(plan: LeafPlan, codec: Any, *scales: Any) -> np.ndarray:
 
 def _compare_state(plan: LeafPlan, one: Leaf, other: Leaf) -> None:
     both = (stored_slots(plan.slots, state) for state in (one, other))
-    for slot, form, *pair in zip(plan.slots, plan.storage, *both, strict=True):
+    forms = plan.forms
+    for slot, *pair in zip(plan.slots, *both, strict=True):
+        form = StoredSlot(forms[slot.name], forms[f"{slot.name}_scale"])
         (values, _), (values2, _) = pair
         if slot.codec is None:
             assert (values.shape, values.dtype) == (form.codes.shape, form.codes.dtype)

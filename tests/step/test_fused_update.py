@@ -175,7 +175,9 @@ def test_records_have_the_rules_of_their_constructors():
 def same_state(plan, one, other):
     """Codes at most one apart and in few elements, scales next to each other, the rest f32."""
     both = (stored_slots(plan.slots, state) for state in (one, other))
-    for slot, form, *pair in zip(plan.slots, plan.storage, *both, strict=True):
+    forms = plan.forms
+    for slot, *pair in zip(plan.slots, *both, strict=True):
+        form = codecs.StoredSlot(forms[slot.name], forms[f"{slot.name}_scale"])
         (stored, scale), (stored2, scale2) = pair
         if slot.codec is None:
             stored, stored2 = np.asarray(stored), np.asarray(stored2)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optax_lowmem._src.arrays import host, numerics, random, trees
 from optax_lowmem._src.arrays.compiled import FEW, compiled, each, is_eager, unstacked
@@ -26,6 +27,7 @@ from optax_lowmem._src.optim.step.state import Leaf, LeafBatch, StateFormat, che
 from optax_lowmem._src.optim.step.storage import warn_of_patterns
 
 Hyperparameters = Callable[[jax.Array], Arrays]
+Schedule = Callable[[jax.Array], ArrayLike]
 
 
 class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
@@ -47,12 +49,12 @@ class Engine(StateFormat, LeafPlanner):
     """
 
     hyperparameters: Hyperparameters
-    schedules: Mapping[str, Callable[[jax.Array], Any]] = dataclasses.field(default_factory=dict)
+    schedules: Mapping[str, Schedule] = dataclasses.field(default_factory=dict)
 
     def transformation(self) -> "EngineTransformation":
         return EngineTransformation(self.init, self.update)
 
-    def init(self, params: optax.Params) -> Any:
+    def init(self, params: optax.Params) -> optax.OptState:
         """Return a zero state with the parameters' sharding; record the decisions."""
         for name, schedule in self.schedules.items():
             check_schedule(name, schedule)
@@ -68,8 +70,14 @@ class Engine(StateFormat, LeafPlanner):
         return self.zeros(plans, params, context.provided_seed(self.storage.seed))
 
     def update(
-        self, updates: Any, state: Any, params: Any = None, *, gradient_scale: Any = None, **_: Any
-    ) -> tuple[Any, Any]:
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        gradient_scale: jax.Array | None = None,
+        **_: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
         """Return updates and state; other arguments of optax's wrappers are ignored."""
         return self.run(updates, state, params, gradient_scale=gradient_scale)
 
@@ -83,7 +91,7 @@ class Engine(StateFormat, LeafPlanner):
         count: jax.Array | None = None,
         gradient_scale: jax.Array | None = None,
         returns_params: bool = False,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[optax.Params, optax.OptState]:
         """Return updates, or new parameters if `returns_params`, and the new state.
 
         `h` are the step's hyperparameters, by default those at the state's count; `count` is the
@@ -136,7 +144,7 @@ class Engine(StateFormat, LeafPlanner):
         results = jax.tree.unflatten(jax.tree.structure(like), results)
         return results, self.pack(count, plans, leaves, blockwise, state)
 
-    def _stand_in(self, updates: optax.Updates, state: optax.OptState, h: Arrays) -> Any:
+    def _stand_in(self, updates: optax.Updates, state: optax.OptState, h: Arrays) -> optax.Params:
         """Return substitutes for missing parameters: f32 arrays whose values are not used.
 
         Raises if the step needs the parameters, with the reason.

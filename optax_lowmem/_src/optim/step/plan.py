@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.arrays.block import Block, BlockStructure
-from optax_lowmem._src.arrays.codecs import GroupCodec, MasterSplit, StoredSlot, master_split
+from optax_lowmem._src.arrays.codecs import GroupCodec, MasterSplit, master_split
 from optax_lowmem._src.arrays.codecs.weights import (
     WEIGHT_FORMATS,
     Bfloat16,
@@ -128,35 +129,31 @@ class LeafPlan:
         return cut_reason(self.shape[d], parts, self.group_size)
 
     @property
-    def storage(self) -> list[StoredSlot]:
-        """Shapes and dtypes of `slots` as stored; without a codec, scales are 0-d placeholders."""
-        return [
-            StoredSlot(
-                jax.ShapeDtypeStruct(self.shape, slot.dtype), jax.ShapeDtypeStruct((), jnp.float32)
-            )
-            if slot.codec is None
-            else slot.codec.storage(self.shape, self.group_size)
-            for slot in self.slots
-        ]
+    def forms(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the arrays that the parameter has in a state, by field.
 
-    @property
-    def blockwise_storage(self) -> list[StoredSlot]:
-        """Shapes and dtypes of `blockwise` as stored: codes have the shape of the means.
-
-        With several codes per byte, the last axis counts bytes; if its length is not a multiple of
-        the codes per byte, the codes are flattened.
+        Slots without a codec have a 0-d placeholder of scales. Codes of block-wise slots have the
+        shape of the means; with several codes per byte, the last axis counts bytes, or the codes
+        are flattened if its length is not a multiple of the codes per byte.
         """
-        if self.block is None:
-            return []
-        shape, forms = self.block.mean_shape(self.shape), []
-        for slot, form in zip(self.blockwise, self.blockwise_plan.storage, strict=True):
-            several = slot.codes_per_byte
-            if several == 1:
-                form = form._replace(codes=jax.ShapeDtypeStruct(shape, form.codes.dtype))
-            elif shape[-1] % several == 0:
-                in_bytes = (*shape[:-1], shape[-1] // several)
-                form = form._replace(codes=jax.ShapeDtypeStruct(in_bytes, form.codes.dtype))
-            forms.append(form)
+        forms, split = {}, self.split
+        forms["correction"] = jax.ShapeDtypeStruct((), jnp.int8)
+        if split is not None:
+            forms["correction"] = jax.ShapeDtypeStruct(self.shape, split.dtype)
+        for slot in self.slots:
+            scales = jax.ShapeDtypeStruct((), jnp.float32)
+            codes = jax.ShapeDtypeStruct(self.shape, slot.dtype)
+            if slot.codec is not None:
+                codes, scales = slot.codec.storage(self.shape, self.group_size)
+            forms |= {slot.name: codes, f"{slot.name}_scale": scales}
+        if self.block is not None and self.blockwise:
+            shape, flat = self.block.mean_shape(self.shape), self.blockwise_plan.forms
+            for slot in self.blockwise:
+                name, several = slot.name, slot.codes_per_byte
+                if several == 1 or shape[-1] % several == 0:
+                    in_bytes = shape if several == 1 else (*shape[:-1], shape[-1] // several)
+                    flat[name] = jax.ShapeDtypeStruct(in_bytes, flat[name].dtype)
+                forms |= {field: flat[field] for field in (name, f"{name}_scale")}
         return forms
 
 
@@ -237,13 +234,18 @@ class LeafPlanner:
     weights: bool = True
     decay_mask: optax.MaskOrFn = None  # optax-style mask of weight decay
     # dtypes of uncompressed slots, by default f32
-    slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    slot_dtypes: Mapping[str, DTypeLike | None] = dataclasses.field(default_factory=dict)
     structure: BlockStructure | None = None  # which elements share a value of block-wise slots
     # which leaves are matrices, for rules that treat these differently; the mask does not apply to
     # the other leaves
     matrices: MatrixAxes | None = None
 
-    def plans(self, params: Any, state: Any = None, returns_params: bool = False) -> list[LeafPlan]:
+    def plans(
+        self,
+        params: optax.Params,
+        state: optax.OptState | None = None,
+        returns_params: bool = False,
+    ) -> list[LeafPlan]:
         """Return the plan of each leaf.
 
         In a `shard_map` the parameters are this device's shards. The state is None in `init`, for

@@ -6,7 +6,6 @@ implementation calls these functions, the first three through `advance_weight`, 
 what it does between them, and in the `Layout` of its arrays.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,42 +14,17 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lowmem._src.arrays import groups, numerics, random
-from optax_lowmem._src.arrays.codecs import BitSplit, GroupCodec, MasterSplit, UlpSplit
-from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.arrays import numerics, random
+from optax_lowmem._src.arrays.codecs import BitSplit, Layout, MasterSplit, UlpSplit
+from optax_lowmem._src.arrays.typing import Arrays, PyTree, Tree
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK, UpdateRule
 from optax_lowmem._src.optim.step.state import Leaf, update_dtype
 
 MASTER = "correction"  # the slot name of the master weight in the random hash
 _LEAST_RATE = 1 / 16
-Units = Mapping[str, Any]  # slot name -> the scales in the form that `dequantize` takes
-Measured = Mapping[str, tuple[jax.Array, Any]]  # slot name -> (stored scales, divisors)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Layout of a step's arrays; here of whole leaves, [..., n], with groups on the last axis."""
-
-    # number of neighbours on the last axis that share one value of the random bits R
-    group_size: int
-    length: int  # of the last axis
-
-    def to_groups(self, x: jax.Array) -> jax.Array:
-        """Reshape an array to [..., groups, lanes]."""
-        return groups.to_groups(x, self.group_size)
-
-    def to_elements(self, of_groups: Any) -> Any:
-        """Broadcast values per group to their elements."""
-        return jax.tree.map(lambda x: groups.spread(x, self.length, self.group_size), of_groups)
-
-    def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
-        """Unpack stored bytes into codes."""
-        return codec.unpack(stored, self.length)
-
-    def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
-        """Pack codes into stored bytes."""
-        return codec.pack(codes)
+Units = Mapping[str, PyTree]  # slot name -> the scales in the form that `dequantize` takes
+Measured = Mapping[str, tuple[PyTree, PyTree]]  # slot name -> (stored scales, divisors)
 
 
 class TileLayout(Layout):
@@ -59,7 +33,7 @@ class TileLayout(Layout):
     def to_groups(self, x: jax.Array) -> jax.Array:
         return x
 
-    def to_elements(self, of_groups: Any) -> Any:
+    def to_elements(self, of_groups: Tree) -> Tree:
         return jax.tree.map(lambda x: x[..., None], of_groups)
 
 

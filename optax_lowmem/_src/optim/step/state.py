@@ -6,21 +6,30 @@ A state has a tree per field, with an array or 0-d placeholder per parameter.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.arrays import array_metadata, numerics, trees, varying
+from optax_lowmem._src.arrays import array_metadata, numerics, trees
 from optax_lowmem._src.arrays.codecs import MasterSplit
 from optax_lowmem._src.arrays.compiled import compiled, is_free
-from optax_lowmem._src.arrays.sharding import filled_like, reshard, sharding_of, state_sharding
-from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.arrays.sharding import (
+    filled_like,
+    reshard,
+    sees_shards,
+    sharding_of,
+    state_sharding,
+)
+from optax_lowmem._src.arrays.typing import Arrays, PyTree
 from optax_lowmem._src.arrays.varying import result_like
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import UpdateRule
+
+# a jax.Array, its shape and dtype, a kernel's reference to it, or None
+Array: TypeAlias = Any
 
 
 class Leaf(NamedTuple):
@@ -30,14 +39,14 @@ class Leaf(NamedTuple):
     slots is a leaf with `slots` and `scales`.
     """
 
-    g: Any = None  # gradient, f32 or 16-bit, of the parameter's shape; None after a step
+    g: Array = None  # gradient, f32 or 16-bit, of the parameter's shape; None after a step
     # the parameter, or None to return the rule's direction; after a step the update, or the new
     # parameter if the plan `returns_params`
-    p: Any = None
-    slots: tuple[Any, ...] = ()  # codes, or values without a codec, in the order of the plan's
-    scales: tuple[Any, ...] = ()  # of the slots with a codec: shape[:-1] + (groups,)
-    correction: Any = None  # of the parameter's shape
-    of_block: Any = None  # `Block.operands`: values shared by the elements of a block
+    p: Array = None
+    slots: tuple[Array, ...] = ()  # codes, or values without a codec, in the order of the plan's
+    scales: tuple[Array, ...] = ()  # of the slots with a codec: shape[:-1] + (groups,)
+    correction: Array = None  # of the parameter's shape
+    of_block: PyTree = None  # `Block.operands`: values shared by the elements of a block
 
     @property
     def result_like(self) -> "Leaf":
@@ -157,7 +166,6 @@ def restored(plan: LeafPlan, leaf: Leaf, result: Leaf) -> Leaf:
 
 # ---- the state of an optimizer -------------------------------------------------------------------
 
-Forms = dict[str, jax.ShapeDtypeStruct]
 _PLACEHOLDER = jax.ShapeDtypeStruct((), jnp.float32)  # of a slot that a parameter does not have
 
 
@@ -171,7 +179,7 @@ class StateFormat:
     rule: UpdateRule
     weights: bool = True
 
-    def zeros(self, plans: list[LeafPlan], params: optax.Params, seed: jax.Array) -> Any:
+    def zeros(self, plans: list[LeafPlan], params: optax.Params, seed: jax.Array) -> optax.OptState:
         """Return the state before the first step, sharded like the parameters.
 
         All zeros, but for corrections that `lowmem.init` provides; no f32 moments are allocated.
@@ -213,7 +221,7 @@ class StateFormat:
             trees.check_state_tree(tree, params)
         rows = []
         for i, plan in enumerate(plans):
-            forms = _forms(plan)
+            forms = plan.forms
             row = {name: arrays[i] for name, arrays in columns.items()}
             for name, x in row.items():
                 form = forms.get(name, _PLACEHOLDER)
@@ -230,7 +238,7 @@ class StateFormat:
         states: list[Leaf],
         blockwise: list[Leaf],
         before: optax.OptState,
-    ) -> Any:
+    ) -> optax.OptState:
         """Return the state after a step, which replaces arrays of the state before.
 
         Placeholders of missing slots, scales and corrections are reused: a new one would be a copy
@@ -255,10 +263,10 @@ class StateFormat:
         self,
         count: jax.Array,
         seed: jax.Array,
-        columns: Mapping[str, list[Any]],
+        columns: Mapping[str, list[jax.Array]],
         params: optax.Params,
         before: optax.OptState | None = None,
-    ) -> Any:
+    ) -> optax.OptState:
         """Build a state, with trees like the parameters, from the arrays of each field."""
         fields = {
             name: array_metadata.like(params, arrays, getattr(before, name, None))
@@ -267,7 +275,7 @@ class StateFormat:
         return self.rule.state_type(count=count, seed=seed, **{"correction": None, **fields})
 
 
-Row = dict[str, Any]  # the arrays of one parameter, by field of the state
+Row = dict[str, jax.Array]  # the arrays of one parameter, by field of the state
 
 
 def from_row(plan: LeafPlan, row: Row) -> tuple[Leaf, Leaf]:
@@ -300,29 +308,18 @@ def to_row(plan: LeafPlan, state: Leaf, blockwise: Leaf) -> Row:
     return row
 
 
-def _forms(plan: LeafPlan) -> Forms:
-    """Return the shape and dtype of each array that a parameter has in a state, by field."""
-    split = plan.split
-    forms = {"correction": jax.ShapeDtypeStruct(plan.shape if split else (),
-                                                split.dtype if split else jnp.int8)}  # fmt: skip
-    stored = [*zip(plan.slots, plan.storage, strict=True)]
-    for slot, form in [*stored, *zip(plan.blockwise, plan.blockwise_storage, strict=True)]:
-        forms[slot.name], forms[f"{slot.name}_scale"] = form
-    return forms
-
-
-def _zeros(plans: list[LeafPlan], leaves: list[Any], fields: list[str]) -> Any:
+def _zeros(plans: list[LeafPlan], leaves: list[jax.Array], fields: list[str]) -> PyTree:
     return _zero_slots(plans, leaves), _zero_rest(plans, fields)
 
 
-def _zero_slots(plans: list[LeafPlan], leaves: list[Any]) -> list[dict[str, jax.Array]]:
+def _zero_slots(plans: list[LeafPlan], leaves: list[jax.Array]) -> list[dict[str, jax.Array]]:
     """Return the zero elementwise slots of each leaf, with its sharding."""
     return [
         {
-            slot.name: filled_like(plan.path, leaf, form.codes, plan.group_size, 0)
-            for slot, form in zip(plan.slots, plan.storage, strict=True)
+            slot.name: filled_like(plan.path, leaf, forms[slot.name], plan.group_size, 0)
+            for slot in plan.slots
         }
-        for plan, leaf in zip(plans, leaves, strict=True)
+        for plan, leaf, forms in zip(plans, leaves, [plan.forms for plan in plans], strict=True)
     ]
 
 
@@ -332,7 +329,7 @@ def _zero_rest(
     """Return a zero count, and the other zeros of each leaf, also placeholders of corrections."""
     rows = []
     for plan in plans:
-        forms, made = _forms(plan), {slot.name for slot in plan.slots}
+        forms, made = plan.forms, {slot.name for slot in plan.slots}
         made |= set() if plan.split is None else {"correction"}
         others = {name: forms.get(name, _PLACEHOLDER) for name in fields if name not in made}
         rows.append({name: jnp.zeros(form.shape, form.dtype) for name, form in others.items()})
@@ -373,20 +370,20 @@ def initial_correction(split: MasterSplit, path: str, leaf: jax.Array) -> jax.Ar
     return jnp.full_like(leaf, split.zero, dtype=split.dtype)
 
 
-def _misfit(plan: LeafPlan, field: str, array: Any, form: jax.ShapeDtypeStruct) -> str:
+def _misfit(plan: LeafPlan, field: str, array: jax.Array, form: jax.ShapeDtypeStruct) -> str:
     """Return the error message for an array of a state that does not fit the plan."""
     hint = blocks = ""
     description = plan.block.description if plan.block is not None else ""
     if description and field in {slot.name for slot in plan.blockwise}:
         blocks = f", {field}: {description}"
-        if varying.sees_shards():
+        if sees_shards():
             hint = (
                 " In a shard_map or pmap, means over blocks, rows or columns may involve several "
                 "devices: call the step in jit with shardings instead."
             )
     if field == "correction" and plan.dtype == jnp.float32 and jnp.shape(array) == plan.shape:
         return promoted(plan.path, array.dtype)
-    if varying.sees_shards() and field.endswith("_scale"):
+    if sees_shards() and field.endswith("_scale"):
         hint = (
             " In a shard_map each shard must consist of whole groups, with the scales of those: "
             "see docs/guides/sharding.md, or call the step in jit with shardings instead."

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_lowmem._src.arrays import patterns, varying
+from optax_lowmem._src.arrays import patterns
 from optax_lowmem._src.arrays.codecs import (
     NAMES,
     GroupCodec,
@@ -25,6 +25,7 @@ from optax_lowmem._src.arrays.codecs import (
 from optax_lowmem._src.arrays.codecs.weights import WEIGHT_FORMATS
 from optax_lowmem._src.arrays.hyperparameters import check_choice
 from optax_lowmem._src.arrays.reprs import ShowsChanges
+from optax_lowmem._src.arrays.sharding import sees_shards
 from optax_lowmem._src.arrays.trees import check_mask, holds, mask_values, named_leaves
 from optax_lowmem._src.optim import context
 
@@ -84,7 +85,7 @@ class Policy(ShowsChanges):
         if math.prod(shape) == 0:
             return "the leaf is empty"
         size = math.prod(shape if layer is None else layer)
-        if stored is not None and varying.sees_shards():
+        if stored is not None and sees_shards():
             if not stored:
                 return "init left it uncompressed"
         elif size < self.min_size:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import xla_metadata
 
 from optax_lowmem._src.arrays import random
-from optax_lowmem._src.arrays.codecs import GroupCodec
+from optax_lowmem._src.arrays.codecs import GroupCodec, Layout
 from optax_lowmem._src.arrays.sharding import left_to_xla, sharding_of
 from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels.step_arguments import scope
@@ -63,7 +63,8 @@ def _step_leaf(
     """
     platform = jax.default_backend()
     if packs(plan, platform):
-        return jax.tree.leaves(packed_update(rule, plan, leaf, h, keys, number))
+        update = packed_in_call if plan.returns_params else packed_update
+        return jax.tree.leaves(update(rule, plan, leaf, h, keys, number))
     two_passes = platform == "gpu" and plan.quantized
     return jax.tree.leaves(plain(rule, plan, leaf, h, keys[index], two_passes=two_passes))
 
@@ -105,14 +106,15 @@ def packed_update(
     The number is an operand: as a constant it would prevent equal leaves from sharing a program.
     """
     packed = _PackedStep(rule, plan, leaf.p is not None)
-    if plan.returns_params:
-        result: Leaf = packed.finish(leaf, h, keys, number)
-        return result
     # the rest of an update is computed outside the calls, where XLA fuses it with its consumer
-    return packed.unpack(leaf, h, *packed.pack_in_call(leaf, h, keys, number))
+    pack = packed.pack if plan.returns_params else packed.pack_in_call
+    return packed.unpack(leaf, h, *pack(leaf, h, keys, number))
 
 
-class _Unpacked(reference.Layout):
+packed_in_call = opaque(packed_update)
+
+
+class _Unpacked(Layout):
     """The layout of a whole leaf, but with codes that are not yet packed in bytes."""
 
     def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
@@ -149,11 +151,6 @@ class _PackedStep:
     @_inlined
     def advance(self, leaf: Leaf, h: Arrays) -> tuple[jax.Array, Arrays]:
         return reference.advance(self.rule, self.plan, leaf, h)
-
-    @opaque
-    @_method
-    def finish(self, leaf: Leaf, h: Arrays, keys: jax.Array, number: jax.Array) -> Leaf:
-        return self.unpack(leaf, h, *self.pack(leaf, h, keys, number))
 
     def pack(
         self, leaf: Leaf, h: Arrays, keys: jax.Array, number: jax.Array

@@ -89,10 +89,10 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     shape = (ROWS, plan.group_size)
-    form = dataclasses.replace(plan, shape=shape).storage
-    scales: Any = tuple(like((ROWS,), slot.scales.dtype) for slot in form if slot.scales.ndim)
-    correction: Any = None if plan.split is None else like(shape, plan.split.dtype)
-    codes = tuple(slot.codes for slot in form)
+    forms = dataclasses.replace(plan, shape=shape, block=None).forms
+    codes = tuple(forms[slot.name] for slot in plan.slots)
+    scales = tuple(like((ROWS,), s.codec.scale.dtype) for s in plan.slots if s.codec is not None)
+    correction = None if plan.split is None else forms["correction"]
     leaf = Leaf(like(shape, jnp.float32), like(shape, plan.dtype), codes, scales, correction)
     bits = like((ROWS, 1), jnp.uint32), like((plan.group_size,), jnp.uint32)
 
