@@ -119,7 +119,7 @@ class Partition(abc.ABC):
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
-        self._x64 = _x64()
+        self._x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
 
     @property
     @abc.abstractmethod
@@ -146,13 +146,9 @@ class Partition(abc.ABC):
 
     def traced(self, work: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Call a function with the context variables and `enable_x64` of this object's creation."""
-        switch = contextlib.nullcontext() if _x64() == self._x64 else jax.enable_x64(self._x64)
-        with switch:
+        same = jax.config.jax_enable_x64 == self._x64  # type: ignore[attr-defined]
+        with contextlib.nullcontext() if same else jax.enable_x64(self._x64):
             return self._context.copy().run(work, *args)
-
-
-def _x64() -> bool:
-    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
 _kept: dict[bytes, Any] = {}  # callbacks, by the hash of their content

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.block import Block, product
@@ -26,7 +25,7 @@ from optax_lowmem._src.kernels.step_arguments import scope
 from optax_lowmem._src.optim.step import reference, tuning, xla
 from optax_lowmem._src.optim.step.on_mesh import StepPartition
 from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.rule import AnyHyperparameters, UpdateRule
+from optax_lowmem._src.optim.step.rule import UpdateRule
 from optax_lowmem._src.optim.step.state import (
     Leaf,
     LeafBatch,
@@ -49,7 +48,7 @@ def is_too_large(plan: LeafPlan) -> bool:
 def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return the reason why the kernel of a backend cannot step a parameter, or None."""
     for slot in plan.slots:
-        if slot.codec is not None and slot.codec.bits < 8 and slot.codec.no_tile_reason:
+        if slot.codec is not None and slot.codec.no_tile_reason is not None:
             return slot.codec.no_tile_reason
     if backend == "pallas":
         return None if platform.has_pallas_triton() else platform.NO_PALLAS_TRITON
@@ -62,9 +61,6 @@ def triton_unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return the reason why generated Triton cannot step a leaf, or None."""
     if Tiling(plan.shape, plan.group_size, 1).lanes > _MAX_LANES:
         return f"groups of {plan.group_size}; the kernel takes up to {_MAX_LANES} elements"
-    for slot in plan.slots:
-        if slot.codec is not None and slot.codec.no_tile_reason is not None:
-            return slot.codec.no_tile_reason
     unknown = _unknown(rule, plan.shapeless)
     return unknown and f"the step uses `{unknown}`, which the Triton generator does not support"
 
@@ -72,26 +68,9 @@ def triton_unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
 @functools.cache
 def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return a primitive of the step that the Triton generator does not support, or None."""
-    tiling = Tiling((4, plan.group_size), plan.group_size, 4 * plan.group_size)
-    shape = tiling.tile_shape
-
-    def like(dtype: DTypeLike, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    leaf = Leaf(
-        like(jnp.float32, *shape),
-        like(plan.dtype, *shape),
-        tuple(
-            slot.codec.storage(shape, shape[1]).codes if slot.codec else like(slot.dtype, *shape)
-            for slot in plan.slots
-        ),
-        tuple(like(slot.codec.scale.dtype, shape[0]) for slot in plan.slots if slot.codec),
-        None if plan.split is None else like(plan.split.dtype, *shape),
-    )
-    seeds = like(jnp.uint32, shape[0], 1), like(jnp.uint32, shape[1])
-    with numerics.kernel_arithmetic(jaxpr_to_triton.APPROXIMATIONS):
-        step = functools.partial(reference.step_tile, rule, plan, h=AnyHyperparameters())
-        return jaxpr_to_triton.missing(jax.make_jaxpr(step)(leaf, seeds=seeds))
+    shape = Tiling((4, plan.group_size), plan.group_size, 4 * plan.group_size).tile_shape
+    arithmetic = jaxpr_to_triton.APPROXIMATIONS
+    return jaxpr_to_triton.missing(reference.jaxpr_of_tile(rule, plan, shape, arithmetic))
 
 
 def step(

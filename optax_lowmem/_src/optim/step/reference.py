@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.extend.core import ClosedJaxpr
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.codecs import BitSplit, Layout, MasterSplit, UlpSplit
 from optax_lowmem._src.arrays.typing import Arrays, PyTree, Tree
 from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.rule import OF_BLOCK, UpdateRule
+from optax_lowmem._src.optim.step.rule import OF_BLOCK, AnyHyperparameters, UpdateRule
 from optax_lowmem._src.optim.step.state import Leaf, update_dtype
 
 MASTER = "correction"  # the slot name of the master weight in the random hash
@@ -392,3 +394,27 @@ def step_tile(
     slots, scales = encode_slots(plan, values, seeds, layout)
     update = moved.astype(update_dtype(plan, leaf.p))
     return Leaf(p=update, slots=slots, scales=scales, correction=correction)
+
+
+def jaxpr_of_tile(
+    rule: UpdateRule, plan: LeafPlan, shape: tuple[int, int], arithmetic: numerics.Approximations
+) -> ClosedJaxpr:
+    """Trace `step_tile` of a tile of this shape, to see which primitives a kernel needs."""
+
+    def like(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    slots = tuple(
+        like(shape, slot.dtype) if slot.codec is None else slot.codec.storage(shape, shape[1]).codes
+        for slot in plan.slots
+    )
+    scales = tuple(like(shape[:1], s.codec.scale.dtype) for s in plan.slots if s.codec is not None)
+    correction = None if plan.split is None else like(shape, plan.split.dtype)
+    leaf = Leaf(like(shape, jnp.float32), like(shape, plan.dtype), slots, scales, correction)
+
+    def step(leaf: Leaf, seeds: random.Seeds) -> Leaf:
+        with numerics.kernel_arithmetic(arithmetic):
+            return step_tile(rule, plan, leaf, AnyHyperparameters(), seeds if plan.noisy else None)
+
+    seeds = like((shape[0], 1), jnp.uint32), like(shape[1:], jnp.uint32)
+    return jax.make_jaxpr(step)(leaf, seeds)

@@ -67,10 +67,9 @@ class Policy(ShowsChanges):
         slot: str,
         stored: bool | None = None,
         layer: tuple[int, ...] | None = None,
+        masked_out: bool = False,
     ) -> str | None:
-        """Return why size or name keep a slot from being compressed, or None if they do not.
-
-        `decide_slot` also checks the mask (`masked_out`) and whether the storage has a codec.
+        """Return why mask, size or name keep a slot from being compressed, or None.
 
         Args:
           path: the leaf's name.
@@ -79,7 +78,10 @@ class Policy(ShowsChanges):
           stored: whether the current state has codes for it, in a step; then `shape` may be a
             shard's.
           layer: the shape of one layer, if the leaf stacks layers.
+          masked_out: whether the leaf is among those of `masked_out`.
         """
+        if masked_out:
+            return "the policy's mask is False here"
         if not shape:
             return "a 0-d leaf has no group"
         if math.prod(shape) == 0:

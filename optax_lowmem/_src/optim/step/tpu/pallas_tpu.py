@@ -5,7 +5,6 @@ registers (`lanes.py`) instead of whole arrays. Groups are on lanes, so that the
 takes log2(G) shuffles; the kernel reduces the groups of many registers together (`lanes.tree`).
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh
 
-from optax_lowmem._src.arrays import numerics, random
+from optax_lowmem._src.arrays import random
 from optax_lowmem._src.arrays.codecs import GroupCodec
 from optax_lowmem._src.arrays.codecs.weights import WeightFormat
 from optax_lowmem._src.arrays.typing import Arrays
@@ -26,7 +25,7 @@ from optax_lowmem._src.kernels.fallback import with_fallback
 from optax_lowmem._src.kernels.step_arguments import scope
 from optax_lowmem._src.optim.step import reference, tuning, xla
 from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.rule import AnyHyperparameters, UpdateRule
+from optax_lowmem._src.optim.step.rule import UpdateRule
 from optax_lowmem._src.optim.step.state import (
     Leaf,
     LeafBatch,
@@ -85,24 +84,8 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
         if slot.codec is not None and type(slot.codec).pack is not GroupCodec.pack:
             return f"{type(slot.codec).__name__}.pack"
 
-    def like(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    shape = (ROWS, plan.group_size)
-    forms = dataclasses.replace(plan, shape=shape, block=None).forms
-    codes = tuple(forms[slot.name] for slot in plan.slots)
-    scales = tuple(like((ROWS,), s.codec.scale.dtype) for s in plan.slots if s.codec is not None)
-    correction = None if plan.split is None else forms["correction"]
-    leaf = Leaf(like(shape, jnp.float32), like(shape, plan.dtype), codes, scales, correction)
-    bits = like((ROWS, 1), jnp.uint32), like((plan.group_size,), jnp.uint32)
-
-    def step(leaf: Leaf, seeds: Any) -> Leaf:
-        given = seeds if plan.noisy else None
-        with numerics.kernel_arithmetic(ARITHMETIC):
-            return reference.step_tile(rule, plan, leaf, AnyHyperparameters(), given)
-
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a mesh would add reshards
-        traced = jax.make_jaxpr(step)(leaf, bits)
+        traced = reference.jaxpr_of_tile(rule, plan, (ROWS, plan.group_size), ARITHMETIC)
     return next((name for name in _primitives(traced.jaxpr) if name not in _KNOWN), None)
 
 
