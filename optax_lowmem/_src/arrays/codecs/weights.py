@@ -5,10 +5,10 @@ Their values have at most 7 significant bits, so bf16 arrays hold them exactly.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.arrays.codecs.base import Layout, StoredSlot
@@ -30,7 +30,7 @@ class WeightFormat:
     name: str
     mantissa: int
     depth: int
-    codes: Any  # dtype of the codes
+    codes: DTypeLike  # dtype of the codes
     unit: float  # value of the code 1, relative to 2^E
 
     def spacing(self, x: jax.Array, layout: Layout) -> jax.Array:
@@ -91,7 +91,7 @@ _CODED = {
     "int8": WeightFormat("int8", 6, 6, jnp.int8, 2.0**-6),
     "e4m3": WeightFormat("e4m3", 3, 16, jnp.float8_e4m3fn, 2.0**-7),
 }
-WEIGHT_FORMATS: dict[str, Any] = {BFLOAT16.name: BFLOAT16, **_CODED}
+WEIGHT_FORMATS: dict[str, WeightFormat | Bfloat16] = {BFLOAT16.name: BFLOAT16, **_CODED}
 
 
 def encode_weight(w: jax.Array, weights: str = "int8", group_size: int = 32) -> StoredSlot:

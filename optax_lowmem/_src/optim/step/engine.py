@@ -6,7 +6,6 @@ A step plans the leaves, unpacks the state, steps the leaves and packs the new s
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax.typing import ArrayLike
 from optax_lowmem._src.arrays import host, numerics, random, trees
 from optax_lowmem._src.arrays.compiled import FEW, compiled, each, is_eager, unstacked
 from optax_lowmem._src.arrays.hyperparameters import check_schedule
-from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.arrays.typing import Arrays, PyTree
 from optax_lowmem._src.kernels import platform, step_arguments
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.step import choose, fused_updates, matrices
@@ -208,8 +207,8 @@ def _joined(stepped: Sequence[Stepped]) -> Stepped:
 def _one_by_one(batch: LeafBatch) -> list[LeafBatch]:
     """Return a batch of each entry, without names, so that equal ones share a compiled step."""
     assert batch.blockwise_keys is not None
-    keys: list[Any] = unstacked(batch.keys)
-    blockwise_keys: list[Any] = unstacked(batch.blockwise_keys)
+    keys: list[PyTree] = unstacked(batch.keys)
+    blockwise_keys: list[PyTree] = unstacked(batch.blockwise_keys)
     return [
         dataclasses.replace(
             batch.take([i]).nameless,

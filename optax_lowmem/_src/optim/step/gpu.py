@@ -7,8 +7,7 @@ share a launch: a program finds its leaf from its program id, loads a tile, step
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +96,7 @@ def group_leaves(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
     """
     plans = batch.plans
     largest = max(math.prod(plan.shape) for plan in plans)
-    kinds: dict[Any, list[int]] = {}
+    kinds: dict[Hashable, list[int]] = {}
     for i, (plan, leaf) in enumerate(zip(plans, batch.leaves, strict=True)):
         lanes = Tiling(plan.shape, plan.group_size, tuned.tile.elements).lanes
         kind = (plan.shapeless, lanes, jnp.dtype(leaf.g.dtype))
@@ -205,6 +204,11 @@ def _parts(plan: LeafPlan) -> Sequence[Block]:
     return plan.block.fit(plan.shape).parts if plan.block else ()
 
 
+# of a tile: its leaf's number, its places in the arrays, in those of each slot, and in block-wise
+# values, the counters of its random bits, and the arrays that are read and written
+Chosen = tuple[int, Place, list[Place], list[jax.Array], jax.Array | None, Leaf, Leaf]
+
+
 def _step_program(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
@@ -215,15 +219,15 @@ def _step_program(
     keys: Operand,
     lane_seeds: Operand,
     numbers: Operand,
-    leaves: Any,
-    *results: Any,
+    leaves: Sequence[Leaf],
+    *results: Leaf,
 ) -> None:
     """Step a tile of one of several leaves, with operands in place of their arrays."""
     position, per_leaf, plan = program.index(), scalars.shape[0] > 1, plans[0].shapeless
     starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
     packed = [slot.codes_per_byte for slot in plan.slots]
 
-    def choose(i: int, shared: Sequence[int]) -> Any:
+    def choose(i: int, shared: Sequence[int]) -> Chosen:
         tiling, tile = tilings[i], position - jnp.int32(starts[i])
         alike = [tilings[j] for j in shared]
         places = {each: Place.of(tiling, tile, each, alike) for each in {1, *packed}}
@@ -232,7 +236,7 @@ def _step_program(
         counters = gpu_kernel.counters(tiling, tile) if plan.noisy else None
         return i, places[1], of_slots, of_block, counters, leaves[i], results[i]
 
-    def run(chosen: Any) -> None:
+    def run(chosen: Chosen) -> None:
         i, place, of_slots, of_block, counters, read, into = chosen
         # first what is needed last: Triton would load it where it is used
         h = {name: scalars.load(i if per_leaf else 0, j) for j, name in enumerate(names)}
@@ -268,7 +272,7 @@ def _step_tile(
         return reference.step_tile(rule, plan, leaf, h, seeds)
 
 
-def _load(plan: LeafPlan, place: Place, of_slots: Sequence[Place], leaf: Any) -> Leaf:
+def _load(plan: LeafPlan, place: Place, of_slots: Sequence[Place], leaf: Leaf) -> Leaf:
     """Load a tile of a leaf, without `of_block`; lanes and groups out of bounds are zero.
 
     `of_slots` are the tile's places in the arrays of the slots.
@@ -282,7 +286,7 @@ def _load(plan: LeafPlan, place: Place, of_slots: Sequence[Place], leaf: Any) ->
     return Leaf(g, p, slots, tuple(map(place.load_scales, leaf.scales)), correction)
 
 
-def _store(place: Place, of_slots: Sequence[Place], into: Any, result: Leaf) -> None:
+def _store(place: Place, of_slots: Sequence[Place], into: Leaf, result: Leaf) -> None:
     for scales, values in zip(into.scales, result.scales, strict=True):
         place.store_scales(scales, values)
     place.store(into.p, result.p)

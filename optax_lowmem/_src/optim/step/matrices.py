@@ -54,7 +54,7 @@ def step_leaves(rule: MatrixRule, batch: LeafBatch) -> MatrixResults:
     for plan, leaf in zip(batch.plans, batch.leaves, strict=True):
         varying.check_whole(plan.path, (leaf.g, leaf.state), "a direction of whole matrices")
     results: dict[int, tuple[Leaf, Leaf]] = {}
-    done: Any = ()
+    done: list[Leaf] = []
     mesh = _mesh(batch.leaves[0].g) if batch.leaves else None
     for indices in stacks(batch.plans, 1 if mesh is None else mesh.size):
         stack = batch.take(indices).with_keys_in_order()
@@ -171,18 +171,25 @@ def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> MatrixResults:
     return results
 
 
-Directions = tuple[list[Any], list[Any], list[Any], list[Any]]
+# of each leaf: the direction, the factors of its rate and of its blocks, block-wise slots
+Directions = tuple[
+    list[jax.Array], list[jax.Array], list[dict[str, jax.Array]], list[tuple[jax.Array, ...]]
+]
 
 
 def _directions(
-    rule: MatrixRule, plans: Sequence[LeafPlan], before: Any, blockwise: list[Leaf], h: Arrays
+    rule: MatrixRule,
+    plans: Sequence[LeafPlan],
+    before: list[jax.Array],
+    blockwise: list[Leaf],
+    h: Arrays,
 ) -> Directions:
     """Return of each leaf the direction, the factors of its rate and blocks, and block-wise slots.
 
     The factors of its blocks are an operand of the step, if the rule has block-wise slots.
     """
 
-    def work(before: list[jax.Array], values: list[Any], h: Arrays) -> Directions:
+    def work(before: list[jax.Array], values: list[tuple[jax.Array, ...]], h: Arrays) -> Directions:
         pairs = [(plan.matrices, plan.shape) for plan in plans if plan.matrices is not None]
         parts = [m.to_stack(x) for (m, _), x in zip(pairs, before, strict=True)]
         stack = _on_devices(rule, jnp.concatenate(parts) if len(parts) > 1 else parts[0], h)

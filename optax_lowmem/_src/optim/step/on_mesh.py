@@ -8,7 +8,6 @@ asks a `StepPartition` how to cut a launch.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from optax_lowmem._src.arrays import random
 from optax_lowmem._src.arrays.sharding import named_sharding, on_each_device, reshard_like
 from optax_lowmem._src.arrays.shards import Shards, axes_of, spec_of
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.kernels import step_arguments
 from optax_lowmem._src.kernels.partitioned import Factor, Partition, sharding_rule
 from optax_lowmem._src.kernels.step_arguments import scope
@@ -62,7 +62,7 @@ def _of_shard(plan: LeafPlan, shards: Shards, key: jax.Array) -> tuple[LeafPlan,
     return dataclasses.replace(plan, shape=shape), key
 
 
-def _block_specs(plan: LeafPlan, sharding: NamedSharding) -> Any:
+def _block_specs(plan: LeafPlan, sharding: NamedSharding) -> PyTree:
     """Return the partition specs of `Block.operands`.
 
     A block may span several devices, each of which then has its value.
@@ -91,7 +91,7 @@ def fused_updates(
     batch = batch.with_keys_in_order()
     mesh, every = shardings[0].mesh, PartitionSpec()
     typed = _explicit(mesh)
-    partitioned: dict[str, Any] = {
+    partitioned: dict[str, PyTree] = {
         "leaves": list(map(_leaf_specs, batch.plans, batch.leaves, shardings)),
         "hyperparameters": dict.fromkeys(batch.hyperparameters, every),
         "own": [dict.fromkeys(own, every) for own in batch.own],
@@ -128,11 +128,11 @@ class StepPartition(Partition):
         self,
         backend: str,
         content: str,
-        step: Callable[..., Any],
+        step: Callable[..., list[Leaf]],
         paths: Sequence[str],
         plans: tuple[LeafPlan, ...],
         numbers: tuple[int, ...],
-        arguments: tuple[Any, ...],
+        arguments: tuple[PyTree, ...],
     ) -> None:
         """Partition step(plans, numbers, leaves, scalars, keys), which must not close over arrays.
 

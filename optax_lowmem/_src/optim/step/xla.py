@@ -9,8 +9,7 @@ computation, which XLA compiles once. Measured: docs/results/cpu_speed.md.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jax.experimental import xla_metadata
 from optax_lowmem._src.arrays import random
 from optax_lowmem._src.arrays.codecs import GroupCodec, Layout
 from optax_lowmem._src.arrays.sharding import left_to_xla, sharding_of
-from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.arrays.typing import Arrays, PyTree, T
 from optax_lowmem._src.kernels.step_arguments import scope
 from optax_lowmem._src.optim.step import reference
 from optax_lowmem._src.optim.step.plan import LeafPlan
@@ -83,11 +82,11 @@ def packs(plan: LeafPlan, platform: str) -> bool:
     return platform == "cpu" and plan.quantized and plan.weight_format is None
 
 
-def opaque(function: Any) -> Any:
+def opaque(function: Callable[..., T]) -> Callable[..., T]:
     """Return a jitted function whose calls XLA neither inlines nor fuses across."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: PyTree, **kwargs: PyTree) -> T:
         leaves, tree = jax.tree.flatten(function(*args, **kwargs))
         # on a value, since the context manager would also mark inner calls (no upstream issue
         # known)
@@ -136,7 +135,7 @@ class _PackedStep:
     @property
     def words(self) -> list[Fields]:
         """The small outputs in each 32-bit word, weight and correction first."""
-        fields: dict[str, Any] = {}
+        fields: dict[str, jnp.dtype] = {}
         if self.has_weight and self.plan.split is not None:
             fields = {_WEIGHT: jnp.dtype(jnp.uint16), _CORRECTION: self.plan.split.dtype}
         fields |= {slot.name: slot.dtype for slot in self.plan.slots if slot.codec is not None}
@@ -200,7 +199,7 @@ class _PackedStep:
         plan = self.plan
         step, values = self.advance(leaf, h)
         layout = _Unpacked(plan.group_size, plan.shape[-1])
-        measured: Any = {name: (None, divisor) for name, divisor in divisors.items()}
+        measured = {name: (None, divisor) for name, divisor in divisors.items()}
         slots, _ = reference.encode_slots(plan, values, seeds, layout, measured)
         small = {s.name: codes for s, codes in zip(plan.slots, slots, strict=True) if s.codec}
         if leaf.p is not None and plan.split is not None:

@@ -7,13 +7,13 @@ takes log2(G) shuffles; the kernel reduces the groups of many registers together
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh
 
 from optax_lowmem._src.arrays import random
@@ -37,7 +37,7 @@ from optax_lowmem._src.optim.step.state import (
 from optax_lowmem._src.optim.step.tpu import lanes
 from optax_lowmem._src.optim.step.tpu import pallas_tpu_views as views
 from optax_lowmem._src.optim.step.tpu.lanes import LANES, ROWS
-from optax_lowmem._src.optim.step.tpu.pallas_tpu_kernel import ARITHMETIC, Kernel
+from optax_lowmem._src.optim.step.tpu.pallas_tpu_kernel import ARITHMETIC, Kernel, Ref
 
 NAME = "pallas_tpu"
 
@@ -89,7 +89,7 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     return next((name for name in _primitives(traced.jaxpr) if name not in _KNOWN), None)
 
 
-def _primitives(jaxpr: Any) -> Iterator[str]:
+def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
     for equation in jaxpr.eqns:
         inner = [x for x in equation.params.values() if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
         if not inner:
@@ -116,7 +116,7 @@ def launch(
     row_key: jax.Array,
     lane_seeds: jax.Array,
     elements: int,
-    interpret: Any = False,
+    interpret: bool = False,
 ) -> Leaf:
     """Step one leaf.
 
@@ -137,7 +137,7 @@ def launch(
     flat = [jax.tree.leaves(tree) for tree in trees]
     together = jax.tree.structure(trees)
 
-    def body(scalars: Any, key: Any, lane_seeds: Any, *refs: Any) -> None:
+    def body(scalars: Ref, key: Ref, lane_seeds: Ref, *refs: Ref) -> None:
         kernel.run(scalars, key, lane_seeds, *jax.tree.unflatten(together, refs))
 
     in_scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
