@@ -9,8 +9,7 @@ import optax
 from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.arrays.codecs import GroupCodec
 from optax_lowmem._src.arrays.hyperparameters import check_range
-from optax_lowmem._src.optim.policy import Policy
-from optax_lowmem._src.optim.step.storage import codec_of
+from optax_lowmem._src.optim.step.storage import Policy, codec_of
 from optax_lowmem._src.optim.wrappers.compressor import Compressor, Select
 
 

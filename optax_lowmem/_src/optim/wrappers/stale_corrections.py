@@ -17,7 +17,7 @@ import optax
 from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.arrays.typing import PyTree, Shaped
 from optax_lowmem._src.optim import context
-from optax_lowmem._src.optim.clean_weights import FIELD
+from optax_lowmem._src.optim.step.masters import FIELD
 
 _PROBE_SIDES = 4, 64  # maximum side of leaves in a trial step; the larger if the smaller fails
 _MICRO_BATCHES = 64  # maximum number of micro-batches in a trial step
