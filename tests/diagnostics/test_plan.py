@@ -167,7 +167,7 @@ def test_command(tmp_path, capsys):
     lines = run(capsys, "--params", str(file), "--gpu", "48GiB")
     assert lines[-1].endswith("--batch 5 --release")
     lines = run(capsys, "--params", str(file), "--gpu", "24GB", "--pcie", "50")
-    assert "offload, with at most 9 rows" in lines[10] and "name the GPU" in lines[11]
+    assert "offload, with at most 9 rows" in lines[12] and "name the GPU" in lines[13]
     assert "23.84 GiB to the GPU and 23.84 GiB back" in lines[-3]
     assert "0.51 s and 0.51 s at 50 GB/s" in lines[-3]
     assert "264 KiB per token" in lines[-2] and "back: 4.64 GiB" in lines[-2]
@@ -179,11 +179,11 @@ def test_command(tmp_path, capsys):
     lines = run(capsys, "--params", str(file), "--gpu", "RTX 4080")
     assert "above 2,716 tokens a step; the command below has 47,104" in lines[-3]
     # 8 FLOP per parameter and token, or copies of 53.75 GiB and 38.80 GiB at 0.25 GB/s
-    assert "RTX 4080: at most 1,057 tokens/s (at 70% of 97 TFLOP/s)" in lines[11]
+    assert "RTX 4080: at most 1,057 tokens/s (at 70% of 97 TFLOP/s)" in lines[13]
     lines = run(
         capsys, "--params", str(file), "--gpu", "RTX 4080", "--tflops", "970", "--pcie", "0.25"
     )
-    assert "above 2,716,090 tokens" in lines[-3] and "at most 204 tokens/s" in lines[11]
+    assert "above 2,716,090 tokens" in lines[-3] and "at most 204 tokens/s" in lines[13]
     lines = run(capsys, "--params", str(file), "--gpu", "4GiB", "--lora", "all-linear")
     assert "29.92 GiB to the GPU and 0.00 GiB back" in lines[-3]
     assert "--lora q_proj,k_proj" in lines[-1] and "--offload weights --micro-batch" in lines[-1]
