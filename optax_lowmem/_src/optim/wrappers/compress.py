@@ -97,9 +97,9 @@ def compand_momentum(
     """Store the first moment of a transformation as companded int8 (FlashOptim, equation 3).
 
     Args:
-      inner: a transformation of optax with a first moment in f32 (`mu`, `trace`, `m`, `ema`), or
-        `scale_by_adam_mini`; or a decay b for a plain link of a chain, m = b m + (1-b) g without
-        debiasing.
+      inner: a transformation of optax with a first moment in f32 (`mu`, `trace`, `m`, `ema`,
+        `exp_avg`), or `scale_by_adam_mini`; or a decay b for a plain link of a chain,
+        m = b m + (1-b) g without debiasing.
       codec: the codec, or its name; `"int8"` (softsign) by default.
       group_size: number of neighbors on the last axis that share a scale.
       rounding: `stochastic` or `nearest`.
@@ -136,8 +136,9 @@ def sqrt_variance_quant(
 
     Args:
       inner: a transformation of optax with a non-negative second moment in f32 (`nu`, `n`,
-        `sum_of_squares`), or `scale_by_adam_mini`, whose block-wise values are grouped as one flat
-        vector; or a decay b for a plain link of a chain, g / sqrt(v) with v = b v + (1-b) g^2.
+        `exp_avg_sq`, `sum_of_squares`), or `scale_by_adam_mini`, whose block-wise values are
+        grouped as one flat vector; or a decay b for a plain link of a chain, g / sqrt(v) with
+        v = b v + (1-b) g^2.
       codec: the codec, or its name; `"int8"` (sqrt) by default.
       group_size: number of neighbors on the last axis that share a scale.
       rounding: `stochastic` or `nearest`.
