@@ -9,7 +9,8 @@ A line of the data is {"text": "..."} or {"messages": [{"role": "user", "content
 a chat, the loss is that of the assistant's answers. --out is a folder with the log (JSON lines), a
 plot of the losses, checkpoints, and at the end the model, which transformers loads.
 
-SIGTERM and Ctrl-C save a checkpoint and stop; SIGUSR1 saves one and goes on.
+Without --save-every, a checkpoint is saved every ten minutes. SIGTERM and Ctrl-C save one and stop;
+SIGUSR1 saves one and goes on.
 """
 
 try:
@@ -33,7 +34,7 @@ try:
     from _finetune import arguments, memory, output
     from _finetune.setup import Setup, make_setup
     from _gpt import arguments as shared
-    from _gpt.arguments import INTERRUPTED, OUT_OF_MEMORY
+    from _gpt.arguments import OUT_OF_MEMORY
     from _gpt.train import check_implementation
     from _llama import huggingface
     from _llama.config import ON_DEVICE, PLAIN, SPLIT, WEIGHTS, Settings
@@ -54,6 +55,7 @@ except KeyboardInterrupt:
 
 _MOST_SKIPPED = 10  # steps in succession
 _LEAST_COPIED = 2**16  # bytes of an array of a frozen layer that is kept in host memory
+_SAVE_SECONDS = 600.0  # between checkpoints, without --save-every
 _LESS = "a shorter --sequence, --release, or --lora q_proj,v_proj (the least)"
 say = partial(print, flush=True)
 parse_arguments = partial(arguments.parse_arguments, __doc__)
@@ -206,12 +208,12 @@ class Run:
         output.log(self.args.out, step=self.step, **row)
 
     def save(self) -> None:
-        """Save a checkpoint; the two newest are kept."""
+        """Save a checkpoint; only the newest is kept."""
         folder, tx = self.args.out / output.CHECKPOINTS, self.setup.tx
         if checkpoint.latest_step(folder) == self.step:
             return
         with output.one_error(f"the checkpoint of step {self.step} was not saved in {folder}"):
-            checkpoint.save(folder, tx, self.trained, self.state, self.step, keep=2)
+            checkpoint.save(folder, tx, self.trained, self.state, self.step, keep=1)
 
     def batch(self) -> Packed:
         """Return the rows of the next step; the loss of a micro-batch is its share of the mean."""
@@ -313,6 +315,8 @@ def prepare(args: argparse.Namespace) -> Run:
             "`hf download NAME --local-dir FOLDER`"
         )
     first, of_run = output.begin(args)
+    if args.resume and not first:
+        say(f"no checkpoint in {args.out}: the run begins at step 0")
     shape = huggingface.read_shape(args.model, say)
     texts = Texts(args.model, shape.vocab)
     rows, held_out = read_rows(args, texts)
@@ -365,6 +369,7 @@ def train(run: Run) -> None:
 def take_steps(run: Run, progress: Any, received: set[int]) -> None:
     """Take the steps; raise KeyboardInterrupt, with a checkpoint saved, if a signal says so."""
     args, last = run.args, min(run.args.until or run.steps, run.steps)
+    saved = time.monotonic()
     task = progress.add_task("", total=last, completed=run.step, now="")
 
     def evaluate() -> None:
@@ -382,11 +387,15 @@ def take_steps(run: Run, progress: Any, received: set[int]) -> None:
             say(f"step {run.step}/{run.steps}  {now}{'  skipped' * row.get('skipped', False)}")
         if run.step % args.evaluate_every == 0 or run.step == run.steps:
             evaluate()
-        due = args.save_every and run.step % args.save_every == 0
+        if args.save_every:
+            due = run.step % args.save_every == 0
+        else:
+            due = time.monotonic() - saved >= _SAVE_SECONDS
         if due or received or run.step == last:
             run.save()
-        if received - {signal.SIGUSR1}:
-            raise KeyboardInterrupt
+            saved = time.monotonic()
+        if stopping := received - {signal.SIGUSR1}:
+            raise KeyboardInterrupt(max(stopping))
         received.clear()
 
 
@@ -442,11 +451,12 @@ def main(arguments: list[str] | None = None) -> Run:
         say(output.contents(args.out))
     except (OSError, ValueError, MemoryError) as error:
         raise SystemExit(str(error)) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         step = checkpoint.latest_step(args.out / output.CHECKPOINTS) if run else None
         where = f"continue from step {step} with --resume" if step else "nothing was saved"
         print(f"stopped; {where}", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+        (number,) = error.args or (signal.SIGINT,)
+        raise SystemExit(128 + number) from None
     except jax.errors.JaxRuntimeError as error:
         if not shared.is_out_of_memory(error):
             raise

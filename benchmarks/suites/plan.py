@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import io
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -284,7 +285,7 @@ def printed(card: str) -> Any:
             (Path(place) / folder / "config.json").write_text(json.dumps(MODELS["8B"]))
             with contextlib.chdir(place):
                 plan.main(["--params", folder, "--gpu", card])
-        command = f"$ python -m optax_lowmem.plan --params {folder} --gpu {card}"
+        command = f"$ python -m optax_lowmem.plan --params {folder} --gpu {shlex.quote(card)}"
         return f"```\n{command}\n{out.getvalue()}```\n"
 
     return text
@@ -293,5 +294,5 @@ def printed(card: str) -> Any:
 TABLES = {
     "fits": fits,
     "plan": Rendered(comparison, "plan"),
-    "plan_8b_24": printed("24GiB"),
+    "plan_8b_24": printed("RTX 4090"),
 }

@@ -89,8 +89,10 @@ def parse_arguments(description: str, arguments: list[str] | None = None) -> arg
         help="regular expression on paths such as layers/0/mlp/up_proj/kernel")  # fmt: skip
     add("--print-every", type=positive, default=10, metavar="N", help="steps (10)")
     add("--evaluate-every", type=positive, default=50, metavar="N", help="steps (50)")
-    add("--save-every", type=positive, metavar="N", help="steps between checkpoints")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add("--save-every", type=positive, metavar="N",
+        help="steps between checkpoints, of which the newest is kept (ten minutes)")  # fmt: skip
+    add("--resume", action="store_true",
+        help="go on from the checkpoint in --out; without one, begin at step 0")  # fmt: skip
     add("--until", type=positive, metavar="STEP", help="stop here, to resume later")
     add("--prompt", action="append", default=[], help="generate from it before and after training")
     add("--tokens", type=positive, default=64, help="to generate (64)")

@@ -14,8 +14,8 @@ from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import step_arguments
 from optax_lowmem._src.optim.step import LeafPlan
 from optax_lowmem._src.optim.step.engine import Engine, count_and_keys, step_leaves
-from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.rule import MatrixRule, UpdateRule
+from optax_lowmem._src.optim.step.state import Leaf, LeafBatch
 from optax_lowmem._src.optim.wrappers.chain import clipping_factor, norm_of
 from optax_lowmem._src.training.release.model import Parts, Stack
 
