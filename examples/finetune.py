@@ -37,11 +37,11 @@ try:
     from _gpt.arguments import OUT_OF_MEMORY
     from _gpt.train import check_implementation
     from _llama import huggingface
-    from _llama.config import PLAIN, SPLIT, WEIGHTS, Settings
+    from _llama.config import ON_DEVICE, PLAIN, SPLIT, WEIGHTS, Settings
     from _llama.model import Llama, Packed, joined, leaf_path, part
     from _llama.optimizer import weights_dtype
     from _llama.texts import Rows, Texts, batch_rows
-    from _llama.train import offloaded, released
+    from _llama.train import layered, offloaded, released
     from jax.sharding import SingleDeviceSharding
 
     import optax_lowmem as lowmem
@@ -54,6 +54,7 @@ except KeyboardInterrupt:
     raise SystemExit(130) from None
 
 _MOST_SKIPPED = 10  # steps in succession
+_LEAST_COPIED = 2**16  # bytes of an array of a frozen layer that is kept in host memory
 _SAVE_SECONDS = 600.0  # between checkpoints, without --save-every
 _LESS = "a shorter --sequence, --release, or --lora q_proj,v_proj (the least)"
 say = partial(print, flush=True)
@@ -100,8 +101,8 @@ def _released(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
     take_step = released(model, tx, settings)
 
     def step(trained: Any, frozen: Any, state: Any, batch: Packed) -> tuple[Any, ...]:
-        del frozen
-        loss, trained, state = take_step(trained, state, batch)
+        more = (frozen,) if settings.offload else ()
+        loss, trained, state = take_step(trained, state, batch, *more)
         return trained, state, loss, jnp.float32(jnp.nan)
 
     if settings.offload:
@@ -112,7 +113,7 @@ def _released(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
 def start(setup: Setup, weights: Any) -> tuple[Any, Any, Any]:
     """Return trained weights, frozen weights and the optimizer's state."""
     model, tx = setup.model, setup.tx
-    if setup.settings.offload == WEIGHTS:
+    if setup.settings.offload == WEIGHTS and model.lora is None:
         return weights, {}, None
     if model.lora is None:
         trained = part(weights, lambda path: not setup.is_frozen(path))
@@ -127,6 +128,17 @@ def start(setup: Setup, weights: Any) -> tuple[Any, Any, Any]:
     return trained, frozen, state
 
 
+def moved(setup: Setup, trained: Any, frozen: Any, state: Any) -> tuple[Any, Any, Any]:
+    """Return these where the step takes them; a state of None is a new one."""
+    model, tx, settings = setup.model, setup.tx, setup.settings
+    if model.lora is None or not settings.offload:
+        trained, state = offloaded(model, tx, settings, trained, state)
+        return trained, frozen, state
+    stages = layered(model)
+    state = release.offload(tx, stages, trained, state, memory_kind=ON_DEVICE)
+    return trained, release.offload_weights(stages, frozen, min_bytes=_LEAST_COPIED), state
+
+
 def compile_step(setup: Setup, micro_batches: int) -> Any:
     """Compile the step, from shapes."""
     settings = dataclasses.replace(setup.settings, accumulate=micro_batches)
@@ -136,7 +148,8 @@ def compile_step(setup: Setup, micro_batches: int) -> Any:
         return jax.jit(step, donate_argnums=(0, 2)).lower(*like, setup.batch).compile()
     here = SingleDeviceSharding(jax.local_devices()[0])
     trained = jax.tree.map(lambda w: w.update(sharding=here), like[0])
-    step.compile(*offloaded(setup.model, setup.tx, settings, trained, None), setup.batch)
+    trained, frozen, state = moved(setup, trained, like[1], None)
+    step.compile(trained, state, setup.batch, frozen)
     return step
 
 
@@ -274,7 +287,9 @@ class Run:
         """(trained, frozen, batch) -> the weighted sum of losses."""
         model = self.setup.model
         if self.args.offload == WEIGHTS:
-            return lambda trained, frozen, batch: self.take_step.loss(trained, self.state, batch)
+            return lambda trained, frozen, batch: self.take_step.loss(
+                trained, self.state, batch, frozen
+            )
         return jax.jit(lambda trained, frozen, batch: model(joined(trained, frozen), batch))
 
 
@@ -309,23 +324,23 @@ def prepare(args: argparse.Namespace) -> Run:
     setup = make_setup(args, shape, -(-total // args.batch))
     micro_batches, step = fit(setup, args.micro_batch or of_run)
     of_trained, *_ = jax.eval_shape(partial(start, setup), setup.weights)
-    streams = args.offload == WEIGHTS
-    load = huggingface.load_in_turn if streams else huggingface.load
+    load = huggingface.load_in_turn if args.offload == WEIGHTS else huggingface.load
     trained, frozen, state = start(setup, load(args.model, setup.model, setup.dtype))
     here = SingleDeviceSharding(jax.local_devices()[0])
     there = here.with_memory_kind("pinned_host")
+    streams = args.offload == WEIGHTS and not args.lora  # trained weights
     if args.offload and not streams:  # on the device for which the step was compiled
         trained = jax.device_put(trained, here)
     if first:
         del trained, state
-        places = there if args.offload else None
+        places = (here if args.lora else there) if args.offload else None
         like = jax.tree.map(lambda p: p.update(sharding=there if streams else None), of_trained)
         trained, state = checkpoint.restore(
             args.out / output.CHECKPOINTS, setup.tx, like, step=first, shardings=places
         )
     else:
         output.write_run(args, args.batch // micro_batches)
-    trained, state = offloaded(setup.model, setup.tx, setup.settings, trained, state)
+    trained, frozen, state = moved(setup, trained, frozen, state)
     report = lowmem.memory.report(setup.tx, of_trained)
     say(
         f"{args.model.name}: {report.parameters / 1e6:,.1f}M trained parameters, {args.optimizer}, "
@@ -412,8 +427,9 @@ def masters_on_host(trained: Any, state: Any) -> Any:
 def export(run: Run) -> None:
     """Write the model, and its adapters if it has some."""
     args, model, trained = run.args, run.setup.model, release.stacked(run.trained)
-    if not args.offload and (model.lora or args.dtype == "float32" or not run.setup.is_bf16):
-        trained = masters_on_host(trained, run.state)
+    is_wide = args.dtype == "float32" or not run.setup.is_bf16
+    if model.lora or (is_wide and not args.offload):
+        trained = masters_on_host(trained, release.stacked(run.state))
     if model.lora is not None:
         huggingface.save_adapters(args.out / output.ADAPTER, args.model, model, trained)
     huggingface.save(args.out / output.MODEL, args.model, model, trained, args.dtype)

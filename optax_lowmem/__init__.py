@@ -3,6 +3,7 @@
 import importlib.metadata as _metadata
 
 from optax_lowmem import blocks, checkpoint, codecs, diagnostics, gaussws, memory, release, sharding
+from optax_lowmem._src.kernels.step_arguments import implementations
 from optax_lowmem._src.optim.optimizers import OPTIMIZERS
 from optax_lowmem._src.optim.optimizers.adam import (
     b2_schedule,
@@ -23,10 +24,8 @@ from optax_lowmem._src.optim.optimizers.lion import flash_lion, scale_by_flash_l
 from optax_lowmem._src.optim.optimizers.muon import flash_muon
 from optax_lowmem._src.optim.optimizers.sgd import flash_sgd, flash_trace
 from optax_lowmem._src.optim.optimizers.stable_adamw import stable_adamw
-from optax_lowmem._src.optim.policy import Policy
 from optax_lowmem._src.optim.step.masters import master_params
-from optax_lowmem._src.optim.step.scopes import implementations
-from optax_lowmem._src.optim.step.storage import Storage
+from optax_lowmem._src.optim.step.storage import Policy, Storage
 from optax_lowmem._src.optim.wrappers.accumulate import accumulate_gradients, value_and_grad
 from optax_lowmem._src.optim.wrappers.chain import chain, step
 from optax_lowmem._src.optim.wrappers.compress import (

@@ -14,7 +14,7 @@ from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.groups import Tile, Tiling
 from optax_lowmem._src.optim.optimizers.lion import LionRule
 from optax_lowmem._src.optim.step import LeafPlan, reference
-from optax_lowmem._src.optim.step.leaf import Leaf
+from optax_lowmem._src.optim.step.state import Leaf
 from optax_lowmem.codecs import StoredSlot, decode_array, encode_array
 from tests import tolerances
 
@@ -395,7 +395,9 @@ def _codes_apart(plan: LeafPlan, codec: Any, *scales: Any) -> np.ndarray:
 
 def _compare_state(plan: LeafPlan, one: Leaf, other: Leaf) -> None:
     both = (stored_slots(plan.slots, state) for state in (one, other))
-    for slot, form, *pair in zip(plan.slots, plan.storage, *both, strict=True):
+    forms = plan.forms
+    for slot, *pair in zip(plan.slots, *both, strict=True):
+        form = StoredSlot(forms[slot.name], forms[f"{slot.name}_scale"])
         (values, _), (values2, _) = pair
         if slot.codec is None:
             assert (values.shape, values.dtype) == (form.codes.shape, form.codes.dtype)

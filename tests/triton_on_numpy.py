@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from optax_lowmem._src import kernels
-from optax_lowmem._src.kernels import gpu_triton, jax_triton_call
+from optax_lowmem._src.kernels import gpu_triton
 
 
 class Value:
@@ -211,7 +211,7 @@ def install(patch: pytest.MonkeyPatch, triton_call: Callable[..., Any] = triton_
     """Have generated kernels run here, the step's with the arithmetic of the reference."""
     patch.setitem(sys.modules, f"{kernels.__name__}.triton_library", LIBRARY)
     patch.setattr(kernels, "triton_library", LIBRARY, raising=False)
-    patch.setattr(jax_triton_call, "_triton_call", lambda: triton_call)
+    patch.setattr(gpu_triton, "_triton_call", lambda: triton_call)
     patch.setattr(gpu_triton, "_compiled", functools.cache(LIBRARY.compiled_from))
     patch.setattr(gpu_triton._TracedProgram, "approximations", None)
 

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from optax_lowmem._src.kernels import jax_triton_call, platform
+from optax_lowmem._src.kernels import gpu_triton, platform
 
 TYPES = {
     "bfloat16": "bf16",
@@ -78,6 +78,6 @@ def compiling(cache: Path, capability: int = 90) -> Iterator[list[Any]]:
     with (
         mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(cache)),
         mock.patch.object(platform, "has_fp8_conversions", lambda: capability >= _FP8),
-        mock.patch.object(jax_triton_call, "_triton_call", lambda: call),
+        mock.patch.object(gpu_triton, "_triton_call", lambda: call),
     ):
         yield kernels

@@ -20,7 +20,7 @@ from benchmarks.peers import device_loop, in_jax
 from benchmarks.render import Rendered, Table
 from optax_lowmem import codecs
 from optax_lowmem._src.arrays.block import Factors
-from optax_lowmem._src.kernels import group_codec, group_codec_kernel
+from optax_lowmem._src.kernels import group_codec
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 from optax_lowmem._src.layers.fp8_flow import fp8_kernel as fp8
 from optax_lowmem._src.layers.noise import kernels as noise
@@ -53,13 +53,14 @@ def drawn(rows: int, columns: int, dtype: jnp.dtype = BF16, seed: int = 0) -> ja
 
 def of_codec(shape: tuple[int, int], how: tuple[str, bool]) -> Made:
     name, decodes = how
-    codec, key, kernel = codecs.CODECS[name], jnp.uint32(1), group_codec_kernel
+    codec, key = codecs.CODECS[name], jnp.uint32(1)
     x = drawn(*shape, F32)
     x = x if codec.signed else jnp.abs(x)
+    encode, decode = group_codec.encode_by_kernel, group_codec.decode_by_kernel
     if not decodes:
-        return (lambda x, key, **how: kernel.encode(codec, x, 32, key, **how)), (x, key)
+        return (lambda x, key, **how: encode(codec, x, 32, key, **how)), (x, key)
     stored = jax.jit(lambda x: group_codec.encode_plain(codec, x, 32, key))(x)
-    return (lambda *stored, **how: kernel.decode(codec, *stored, 32, shape[1], **how)), stored
+    return (lambda *stored, **how: decode(codec, *stored, 32, shape[1], **how)), stored
 
 
 def of_noise(shape: tuple[int, int], name: str) -> Made:

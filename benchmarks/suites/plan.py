@@ -262,11 +262,13 @@ def fits(rows: Rows) -> str:
         for config in MODELS.values():
             budget = int(plan.USABLE * card * GIB)
             found = plan.plan_decoder(plan.decoder(config), "flash_adamw", budget, SEQUENCE, LORA)
-            *whole, in_bf16, in_4_bits = found.modes
-            best = next((mode for mode in whole if mode.batch), None)
-            host = f" ({best.host / GIB:.0f})" if best and best.host else ""
-            batches = [f"{best.name}, {best.batch}{host}" if best else "no"]
-            batches += [str(mode.batch) if mode.batch else "no" for mode in (in_bf16, in_4_bits)]
+            *whole, lora, qlora, lora_stream, qlora_stream = found.modes
+            batches = []
+            for modes in (whole, (lora, lora_stream), (qlora, qlora_stream)):
+                best = next((mode for mode in modes if mode.batch), None)
+                name = f"{best.name}, " if best in whole else ""
+                host = f" ({best.host / GIB:.0f})" if best and best.host else ""
+                batches.append(f"{name}{best.batch}{host}" if best else "no")
             cells.append(" / ".join(batches))
         body.append([f"{card} GB", *cells])
     return markdown(head, body)

@@ -12,7 +12,7 @@ from optax_lowmem._src.layers.noise.bitwidth import (
 from optax_lowmem._src.layers.noise.distributions import NOISES
 from optax_lowmem._src.layers.noise.formats import FORMATS
 from optax_lowmem._src.layers.noise.sampling import draw, noise_key, perturb, sample
-from optax_lowmem._src.optim.clean_weights import clean_params
+from optax_lowmem._src.optim.step.masters import clean_params
 from optax_lowmem._src.training.gaussws_noise.states import (
     BitsTable,
     LayerBits,

@@ -17,7 +17,6 @@ from optax_lowmem._src.kernels import (
     gpu_kernel,
     gpu_pallas,
     group_codec,
-    group_codec_kernel,
     platform,
 )
 from tests import launch_cases
@@ -96,12 +95,12 @@ def by_kernel(codec, arrays, cases, key, tile=SMALL, backend="interpret"):
     def run(arrays):
         how = dict(tile=tile, backend=backend)
         stored = [
-            group_codec_kernel.encode(codec, x, size, key, "mu", **how)
+            group_codec.encode_by_kernel(codec, x, size, key, "mu", **how)
             for x, (_, size, _) in zip(arrays, cases, strict=True)
         ]
         rows = zip(stored, cases, arrays, strict=True)
         return [
-            (*s, group_codec_kernel.decode(codec, *s, n, x.shape[-1], **how))
+            (*s, group_codec.decode_by_kernel(codec, *s, n, x.shape[-1], **how))
             for s, (_, n, _), x in rows
         ]
 
@@ -235,11 +234,11 @@ def test_vmap(name, backend):
 
     interpreted = (
         functools.partial(f, tile=SMALL, backend=backend)
-        for f in (group_codec_kernel.encode, group_codec_kernel.decode)
+        for f in (group_codec.encode_by_kernel, group_codec.decode_by_kernel)
     )
     wanted = both(group_codec.encode_plain, codecs.decode_array)(x, keys)
     assert_same(both(*interpreted)(x, keys), wanted, case, codec)
-    text = lower_for_cuda(both(group_codec_kernel.encode, group_codec_kernel.decode), x, keys)
+    text = lower_for_cuda(both(group_codec.encode_by_kernel, group_codec.decode_by_kernel), x, keys)
     assert kernels_in(text) == ["group_encode", "group_decode"]
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
+from optax_lowmem._src.arrays.codecs import Layout
 from optax_lowmem._src.arrays.codecs.weights import WEIGHT_FORMATS
-from optax_lowmem._src.optim.step.reference import Layout
 from optax_lowmem.codecs import decode_weight, encode_weight
 from tests import tolerances
 

@@ -10,10 +10,9 @@ import pytest
 
 from optax_lowmem import codecs, gaussws
 from optax_lowmem._src.arrays.block import Factors
-from optax_lowmem._src.kernels import group_codec, group_codec_kernel, jax_triton_call, platform
+from optax_lowmem._src.kernels import gpu_triton, group_codec, platform
 from optax_lowmem._src.layers import quantized_matmul as matmul
 from optax_lowmem._src.layers.fp8_flow import fp8_kernel
-from optax_lowmem._src.layers.fp8_flow import gate as fp8_gate
 from optax_lowmem._src.layers.fp8_flow import kernels as fp8
 from optax_lowmem._src.layers.fp8_flow import norm as fp8_norm
 from optax_lowmem._src.layers.fp8_flow.storage import ArrayFunction, Recipe
@@ -39,8 +38,8 @@ def codec(name, shape, size, dtype, stochastic=True):
     def both(x, key):
         own, kind = codecs.CODECS[name], {"backend": "triton"}
         key = key if stochastic else None
-        stored = group_codec_kernel.encode(own, x, size, key, "mu", **kind)
-        return group_codec_kernel.decode(own, *stored, size, shape[-1], **kind)
+        stored = group_codec.encode_by_kernel(own, x, size, key, "mu", **kind)
+        return group_codec.decode_by_kernel(own, *stored, size, shape[-1], **kind)
 
     return both, array(*shape, dtype=dtype), KEY
 
@@ -95,8 +94,8 @@ def quantized(to, dtype):
 
 def of_function(dtype):
     """A norm's and a gate's codes in both layouts, and maxima where nothing is stored."""
-    own = fp8_norm._Norm(Recipe(), 1e-6), fp8_gate._Gate(Recipe(), "silu")
-    normed, gated = map(ArrayFunction, (fp8_norm._scaled, fp8_gate._value), own)
+    own = fp8_norm._Norm(Recipe(), 1e-6), "silu"
+    normed, gated = map(ArrayFunction, (fp8_norm._scaled, fp8.gated), own)
     static = dict(group_size=16, exact=True, backend="triton", keep=False)
 
     def run(x, scale, inverse, absmax):
@@ -210,7 +209,7 @@ def without_pallas_triton(on_a_gpu, monkeypatch):
 
     monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
     monkeypatch.setattr(platform, "has_jax_triton", lambda: True)
-    monkeypatch.setattr(jax_triton_call, "_triton_call", lambda: triton_call)
+    monkeypatch.setattr(gpu_triton, "_triton_call", lambda: triton_call)
     jax.clear_caches()
     yield called
     jax.clear_caches()

@@ -16,8 +16,8 @@ from optax_lowmem import codecs
 from optax_lowmem._src.arrays import random
 from optax_lowmem._src.optim.optimizers import every_record
 from optax_lowmem._src.optim.step import reference, xla
-from optax_lowmem._src.optim.step.leaf import LeafBatch
 from optax_lowmem._src.optim.step.prepare import prepare_leaves
+from optax_lowmem._src.optim.step.state import LeafBatch
 from tests import small_leaves, tolerances
 from tests.launch_cases import joined, same_scales, stored_slots, units
 from tests.tiers import rows
@@ -175,7 +175,9 @@ def test_records_have_the_rules_of_their_constructors():
 def same_state(plan, one, other):
     """Codes at most one apart and in few elements, scales next to each other, the rest f32."""
     both = (stored_slots(plan.slots, state) for state in (one, other))
-    for slot, form, *pair in zip(plan.slots, plan.storage, *both, strict=True):
+    forms = plan.forms
+    for slot, *pair in zip(plan.slots, *both, strict=True):
+        form = codecs.StoredSlot(forms[slot.name], forms[f"{slot.name}_scale"])
         (stored, scale), (stored2, scale2) = pair
         if slot.codec is None:
             stored, stored2 = np.asarray(stored), np.asarray(stored2)

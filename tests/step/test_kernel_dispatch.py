@@ -16,7 +16,7 @@ from optax_lowmem._src.arrays.groups import Tile
 from optax_lowmem._src.kernels import partitioned, platform, step_arguments
 from optax_lowmem._src.optim import step as fused_update
 from optax_lowmem._src.optim.step import backend, gpu, tuning
-from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
+from optax_lowmem._src.optim.step.state import Leaf, LeafBatch
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 
 STORAGE = lowmem.Storage(policy=lowmem.Policy(min_size=0))

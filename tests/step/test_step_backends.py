@@ -26,7 +26,7 @@ from optax_lowmem._src.kernels.gpu_kernel import Range
 from optax_lowmem._src.optim.optimizers.adam import AdamRule
 from optax_lowmem._src.optim.step import backend, reference, tuning
 from optax_lowmem._src.optim.step import gpu as gpu_step
-from optax_lowmem._src.optim.step.leaf import LeafBatch
+from optax_lowmem._src.optim.step.state import LeafBatch
 from optax_lowmem._src.optim.step.tpu import pallas_tpu
 from tests import launch_cases, small_leaves, tolerances, triton_on_numpy
 from tests.compilation import FULL_COMPILE, SAME_BITS

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem._src.arrays.groups import Tile
-from optax_lowmem._src.kernels import jax_triton_call, platform, step_arguments
+from optax_lowmem._src.kernels import gpu_triton, platform, step_arguments
 from optax_lowmem._src.optim.step import backend, tuning
 from optax_lowmem._src.optim.step import gpu as gpu_step
 from optax_lowmem._src.optim.step.tpu import pallas_tpu
@@ -102,7 +102,7 @@ def opaque(without_pallas, monkeypatch):
         assert options["name"] == "fused_update"
         return call.bind(*operands, outputs=tuple(out_shape))
 
-    monkeypatch.setattr(jax_triton_call, "_triton_call", lambda: triton_call)
+    monkeypatch.setattr(gpu_triton, "_triton_call", lambda: triton_call)
 
 
 @pytest.mark.parametrize("implementation", [None, "triton"])

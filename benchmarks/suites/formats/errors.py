@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.suites.formats.formats import EXACT, MU, NU, PAPER_GROUP, Copy, Pair
 from optax_lowmem import codecs
 from optax_lowmem._src.arrays import groups
+from optax_lowmem._src.arrays.codecs import Layout
 
 EPS = 1e-8  # Adam's, outside the root
 
@@ -92,7 +93,7 @@ def _floor_sums(
         decoded = codecs.decode_array(codec, codes, scales, group)
         if cut:  # 0 where the nearest code is 0
             _, divisor = codec.measure(groups.to_groups(nu, group))
-            divisor = groups.spread_tree(divisor, nu.shape[-1], group)
+            divisor = Layout(group, nu.shape[-1]).to_elements(divisor)
             decoded = jnp.where(codec.position(codec.magnitude(nu), divisor) < 0.5, 0, decoded)
         lost = (nu > 0) & (decoded <= 0)
         sums = jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in (lost, nu > 0)])

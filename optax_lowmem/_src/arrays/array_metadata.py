@@ -127,8 +127,8 @@ def _fitted(node: PyTree, rest: Iterable[PyTree]) -> PyTree:
 
 
 def _names(
-    names: Iterable[Any], shape: tuple[int, ...], whole: tuple[int, ...], keeps: list[bool]
-) -> tuple[Any, ...]:
+    names: Iterable[object], shape: tuple[int, ...], whole: tuple[int, ...], keeps: list[bool]
+) -> tuple[object, ...]:
     if len(shape) != len(whole):
         return (None,) * len(shape)
     return tuple(name if keep else None for name, keep in zip(names, keeps, strict=False))
@@ -194,8 +194,8 @@ def fitted_variable(
 
 
 def _fitting(
-    sharding: Any,
-    metadata: Mapping[str, Any],
+    sharding: PyTree,
+    metadata: Mapping[str, PyTree],
     shape: tuple[int, ...],
     whole: tuple[int, ...] | None,
 ) -> PyTree:
@@ -203,7 +203,7 @@ def _fitting(
 
     named = isinstance(sharding, NamedSharding)
     names = tuple(sharding.spec if named else sharding)
-    mesh: Any = sharding.mesh if named else metadata.get("mesh") or meta.get_global_mesh()
+    mesh = sharding.mesh if named else metadata.get("mesh") or meta.get_global_mesh()
     rules, sizes = metadata.get("sharding_rules"), _sizes(mesh)
     axes = tuple(spmd.apply_rules(PartitionSpec(*names), rules))
     if whole is None:  # the parameter's shape, hence the groups, are unknown

@@ -10,8 +10,6 @@ import math
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.arrays.typing import Tree
-
 
 def group_count(length: int, group_size: int) -> int:
     """Return the number of groups along a last axis of `length`."""
@@ -39,11 +37,6 @@ def from_groups(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Invert `to_groups`."""
     flat = x.reshape(x.shape[:-2] + (x.shape[-2] * x.shape[-1],))
     return flat if flat.shape == shape else flat[..., : shape[-1]]
-
-
-def spread_tree(of_groups: Tree, length: int, group_size: int) -> Tree:
-    """Apply `spread` to each array of a tree."""
-    return jax.tree.map(lambda x: spread(x, length, group_size), of_groups)
 
 
 def spread(x: jax.Array, length: int, group_size: int) -> jax.Array:

@@ -100,7 +100,7 @@ def seeds(key: jax.Array, shape: tuple[int, ...], group_size: int) -> Seeds:
     row_key, lane_key = row_and_lane_keys(key)
     grouped = groups.scale_shape(shape, group_size)
     lane = lane_seeds(lane_key, lax.iota(jnp.uint32, min(group_size, shape[-1])))
-    return row_seeds(row_key, indices(grouped)), jnp.tile(lane, grouped[-1])[: shape[-1]]
+    return mix(counter(row_key, indices(grouped))), jnp.tile(lane, grouped[-1])[: shape[-1]]
 
 
 def indices(shape: tuple[int, ...]) -> list[jax.Array]:
@@ -112,17 +112,12 @@ def indices(shape: tuple[int, ...]) -> list[jax.Array]:
     return result
 
 
-def row_seeds(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
-    """Return R of groups from their uint32 index along each axis, the group's index last.
-
-    The indices are multiplied by an odd number per axis, summed, and mixed once per group. A part
-    of an array gets the same bits as the whole array.
-    """
-    return mix(counter(key, coordinates))
-
-
 def counter(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
-    """Return the uint32 whose hash is R of groups: see `row_seeds`."""
+    """Return the uint32 whose hash, by `mix`, is R of groups.
+
+    `coordinates` are the uint32 index along each axis, the group's last; each is multiplied by an
+    odd number per axis. A part of an array gets the same bits as the whole array.
+    """
     for axis, index in enumerate(coordinates):
         key = key + index * odd(axis)
     return key
@@ -177,11 +172,6 @@ def slot_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> ja
     return (groups.spread(row, lane.shape[-1], group_size) + lanes) * odd(slot)
 
 
-def slot_uniforms(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
-    """Return uniform f32 in [0, 1) of an array's shape, for one slot, from `seeds`."""
-    return numerics.uniform(slot_bits(row, lane, group_size, slot))
-
-
 def leaf_bits(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str) -> jax.Array:
     """Return `slot_bits` of a leaf of any shape, including 0-d, which round its master weight.
 
@@ -191,7 +181,7 @@ def leaf_bits(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str
     row_key, lane_key = row_and_lane_keys(key)
     whole = shape or (1,)
     *leading, last = (lax.broadcasted_iota(jnp.uint32, whole, axis) for axis in range(len(whole)))
-    row = row_seeds(row_key, [*leading, last // jnp.uint32(group_size)])
+    row = mix(counter(row_key, [*leading, last // jnp.uint32(group_size)]))
     bits = row + lane_seeds(lane_key, last % jnp.uint32(group_size))
     return (bits * odd(slot)).reshape(shape)
 
@@ -205,7 +195,7 @@ def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str 
     The key is a uint32 scalar, as from `leaf_key`, or a pair, as from `part_keys`.
     """
     row, lane = seeds(key, shape, group_size)
-    return slot_uniforms(row, lane, group_size, slot)
+    return numerics.uniform(slot_bits(row, lane, group_size, slot))
 
 
 def round_bits(x: jax.Array, key: jax.Array, dropped: int) -> jax.Array:

@@ -226,6 +226,11 @@ def left_to_xla(function: Callable[..., PyTree], shardings: PyTree, *args: PyTre
     return (jax.jit(free) if is_eager(leaves) else free)(*args)
 
 
+def sees_shards() -> bool:
+    """Return whether a `shard_map` is being traced, in which arrays are shards."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def on_each_device(
     function: Callable[..., PyTree],
     mesh: Mesh | AbstractMesh,

@@ -36,11 +36,6 @@ def axes_of(*trees: object) -> frozenset[str]:
     return frozenset().union(*(getattr(kind, "varying", kind) for kind in kinds))
 
 
-def sees_shards() -> bool:
-    """Return whether a `shard_map` is being traced, in which arrays are shards."""
-    return bool(jax.sharding.get_abstract_mesh().manual_axes)
-
-
 def over(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Return `x` typed as varying over these axes too; its gradient is summed over them."""
     more = frozenset(axes) - axes_of(x)

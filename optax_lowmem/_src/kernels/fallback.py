@@ -43,7 +43,7 @@ def with_fallback(
     `partition` says, where XLA supports this (`partitioned.can_lower`); in a `shard_map` over all
     axes the kernel runs on each device.
     """
-    types: list[Any] = []  # filled with one item, the types of the kernel's results
+    types: list[PyTree] = []  # filled with one item, the types of the kernel's results
 
     def on_platform(*args: PyTree) -> PyTree:  # the kernel's
         result = on_one_device(kernel, several or plain, *args, partition=partition)
@@ -98,7 +98,7 @@ def on_one_device(
     return jax.tree.unflatten(structure, result)
 
 
-def _flattened(plain: Callable[..., PyTree], treedef: Structure, types: Any) -> _Flat:
+def _flattened(plain: Callable[..., PyTree], treedef: Structure, types: PyTree) -> _Flat:
     """Return a fallback as a function of all operands, which checks the types of its results."""
 
     def flat(*operands: PyTree) -> list[jax.Array]:
@@ -109,7 +109,7 @@ def _flattened(plain: Callable[..., PyTree], treedef: Structure, types: Any) -> 
     return flat
 
 
-def _check(found: Any, wanted: Any) -> None:
+def _check(found: PyTree, wanted: PyTree) -> None:
     """Raise if a fallback returns other shapes or dtypes than its kernel."""
     forms = jax.tree.map(lambda x: (x.shape, x.dtype), (found, wanted))
     if forms[0] != forms[1]:
@@ -128,14 +128,14 @@ _kernel = jex.core.Primitive("kernel")
 _kernel.multiple_results = True
 
 
-def _run(jaxpr: Any, count: int, *operands: jax.Array) -> list[jax.Array]:
+def _run(jaxpr: jex.core.Jaxpr, count: int, *operands: jax.Array) -> list[jax.Array]:
     """Run a kernel's jaxpr on all operands."""
     closed = jex.core.ClosedJaxpr(jaxpr, list(operands[count:]))
     return list(jex.core.jaxpr_as_fun(closed)(*operands[:count]))
 
 
 def _impl(
-    *operands: PyTree, kernel: Any, several: _Flat, count: int, **_: object
+    *operands: PyTree, kernel: jex.core.Jaxpr | None, several: _Flat, count: int, **_: object
 ) -> list[jax.Array]:
     """Run the kernel outside of jit; the fallback if the arrays are on several devices."""
     if kernel is not None and _on_one_device(operands):
@@ -146,16 +146,16 @@ def _impl(
 def _lower(
     ctx: mlir.LoweringRuleContext,
     *operands: PyTree,
-    kernel: Any,
+    kernel: jex.core.Jaxpr | None,
     several: _Flat,
     partition: Partition | None,
     count: int,
-    types: tuple[Any, ...],
+    types: tuple[jax.core.AbstractValue, ...],
 ) -> PyTree:
     function = several
     if kernel is not None and _is_for_one_device(ctx.module_context.axis_context):
         function = functools.partial(_run, kernel, count)
-    elif partition is not None and partitioned.can_lower(ctx.module_context):
+    elif kernel is not None and partition is not None and partitioned.can_lower(ctx.module_context):
         inner = ctx.replace(avals_in=ctx.avals_in[:count])
         return partitioned.lower(inner, operands[:count], partition, kernel)
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
@@ -171,8 +171,8 @@ def _is_for_one_device(context: Any) -> bool:
 
 def _batched(
     operands: Sequence[PyTree],
-    axes: Sequence[Any],
-    kernel: Any,
+    axes: Sequence[int | None],
+    kernel: jex.core.Jaxpr | None,
     several: _Flat,
     count: int,
     **_: object,

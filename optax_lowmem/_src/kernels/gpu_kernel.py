@@ -309,12 +309,6 @@ def counters(tiling: Tiling, tile: jax.Array) -> jax.Array:
     return random.counter(jnp.uint32(0), coordinates)
 
 
-def seeds(tiling: Tiling, tile: jax.Array, key: jax.Array) -> random.Seeds:
-    """Return `random.seeds` of a tile: [rows, 1] and [lanes]."""
-    lanes = random.lane_seeds(key, lax.iota(jnp.uint32, tiling.lanes))
-    return random.mix(key + counters(tiling, tile))[:, None], lanes
-
-
 def part(x: Operand, *axes: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Return the index of a part, from indices along each axis, and a mask of those that exist.
 

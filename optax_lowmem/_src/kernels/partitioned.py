@@ -32,7 +32,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
@@ -90,7 +90,7 @@ def sharding_rule(
     replicated: list[str] = []
     sizes: dict[str, Any] = {}
 
-    def mapping(dimension: Factor | None) -> Any:
+    def mapping(dimension: Factor | None) -> str | CompoundFactor:
         if dimension is not None and dimension.unit == 1:
             return dimension.name
         replicated.append(f"replicated{len(replicated)}")
@@ -119,7 +119,7 @@ class Partition(abc.ABC):
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
-        self._x64 = _x64()
+        self._x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
 
     @property
     @abc.abstractmethod
@@ -146,19 +146,15 @@ class Partition(abc.ABC):
 
     def traced(self, work: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Call a function with the context variables and `enable_x64` of this object's creation."""
-        switch = contextlib.nullcontext() if _x64() == self._x64 else jax.enable_x64(self._x64)
-        with switch:
+        same = jax.config.jax_enable_x64 == self._x64  # type: ignore[attr-defined]
+        with contextlib.nullcontext() if same else jax.enable_x64(self._x64):
             return self._context.copy().run(work, *args)
-
-
-def _x64() -> bool:
-    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
 _kept: dict[bytes, Any] = {}  # callbacks, by the hash of their content
 
 
-def can_lower(module: Any) -> bool:
+def can_lower(module: mlir.ModuleContext) -> bool:
     """Return whether a call can be partitioned in a program that is lowered."""
     count = getattr(module.axis_context, "num_devices", None)
     exported = module.lowering_parameters.for_export
@@ -167,10 +163,10 @@ def can_lower(module: Any) -> bool:
 
 def lower(
     ctx: mlir.LoweringRuleContext,
-    operands: Sequence[Any],
+    operands: Sequence[PyTree],
     partition: Partition,
-    kernel: ClosedJaxpr,
-) -> Any:
+    kernel: Jaxpr,
+) -> PyTree:
     """Return the results of a partitioned call, as values of the program that is lowered.
 
     XLA runs the work of `partition.cut` on each device. `kernel`, the jaxpr of the call with whole
@@ -178,7 +174,7 @@ def lower(
     """
     module: Any = ctx.module_context
     count = module.axis_context.num_devices
-    types = [x.aval for x in kernel.outvars]
+    types: list[PyTree] = [x.aval for x in kernel.outvars]
     # only the types of its results count: XLA replaces the zeros by the work that `_cut` returns
     placeholder = custom_partitioning(lambda *_: [jnp.zeros(x.shape, x.dtype) for x in types])
     cut = functools.partial(_cut, partition, count)
@@ -205,7 +201,7 @@ def lower(
     return values
 
 
-def _program(jaxpr: ClosedJaxpr) -> list[str]:
+def _program(jaxpr: Jaxpr) -> list[str]:
     """Return a jaxpr's operations, with hashes of the functions that it calls."""
     made = [*jaxpr.constvars, *jaxpr.invars, *(x for eqn in jaxpr.eqns for x in eqn.outvars)]
     numbers = {id(x): str(i) for i, x in enumerate(made)}  # their names have addresses
@@ -215,7 +211,7 @@ def _program(jaxpr: ClosedJaxpr) -> list[str]:
     ]
 
 
-def _params(eqn: Any) -> str:
+def _params(eqn: JaxprEqn) -> str:
     params = {key: _printed(x) if key == "jaxpr" else str(x) for key, x in eqn.params.items()}
     return _ADDRESS.sub("", str(params))
 

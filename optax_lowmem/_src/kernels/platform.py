@@ -42,11 +42,6 @@ def no_gpu_reason() -> str | None:
     return None
 
 
-def has_gpu() -> bool:
-    """Return whether GPU kernels can be used on this machine."""
-    return no_gpu_reason() is None
-
-
 def no_kernel_reason(x: object = None) -> str | None:
     """Return the reason why the traced computation uses no GPU kernels on an array, or None.
 

@@ -13,12 +13,7 @@ def rms_of_ratio(g: jax.Array, u: jax.Array, eps: jax.Array) -> jax.Array:
     `u` is the bias-corrected second moment that includes `g`; `eps` is f32, since in f16 the square
     of 1e-6 is 0.
     """
-    return jnp.sqrt(mean_of_leaf(squared_ratio(g, u, eps)))
-
-
-def squared_ratio(g: jax.Array, u: jax.Array, eps: jax.Array) -> jax.Array:
-    """Return g^2 / max(u, eps^2) for each element; `rms_of_ratio` averages it."""
-    return g * g / jnp.maximum(u, eps * eps)
+    return jnp.sqrt(mean_of_leaf(g * g / jnp.maximum(u, eps * eps)))
 
 
 def clipped_share(rms: jax.Array, threshold: jax.Array) -> jax.Array:

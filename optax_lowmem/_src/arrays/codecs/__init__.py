@@ -6,9 +6,9 @@ import re
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.arrays import groups, numerics
+from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.arrays.codecs.affine import affine, affine_paper
-from optax_lowmem._src.arrays.codecs.base import GroupCodec, StoredSlot
+from optax_lowmem._src.arrays.codecs.base import GroupCodec, Layout, StoredSlot
 from optax_lowmem._src.arrays.codecs.companded import (
     CompandedCodec,
     linear,
@@ -40,8 +40,8 @@ from optax_lowmem._src.arrays.codecs.master import (
 from optax_lowmem._src.arrays.compiled import compiled
 
 __all__ = [
-    "BitSplit", "CODECS", "CompandedCodec", "GroupCodec", "MasterSplit", "NAMES", "SPLITS",
-    "StoredSlot", "UlpSplit", "affine", "affine_paper", "check_groups", "check_stored",
+    "BitSplit", "CODECS", "CompandedCodec", "GroupCodec", "Layout", "MasterSplit", "NAMES",
+    "SPLITS", "StoredSlot", "UlpSplit", "affine", "affine_paper", "check_groups", "check_stored",
     "decode_array", "dynamic", "e4m3", "e5m2", "encode_array", "expanded", "expanded_dynamic",
     "expanded_e4m3", "expanded_e5m2", "linear", "linear4", "linear_paper", "log4",
     "master_split", "normal4", "softsign", "softsign4", "softsign_paper", "split_of", "sqrt",
@@ -131,9 +131,9 @@ def encode_array(
         raise TypeError(f"codecs store f32 or 16-bit values, got {x.dtype}: cast them to f32")
     x = numerics.widen(x)
     codec.check_group_size(group_size)
-    stored, divisor = codec.measure(groups.to_groups(x, group_size))
-    divisor = groups.spread_tree(divisor, x.shape[-1], group_size)
-    return codec.pack(codec.quantize(x, divisor, noise)), stored
+    layout = Layout(group_size, x.shape[-1])
+    stored, divisor = codec.measure(layout.to_groups(x))
+    return codec.pack(codec.quantize(x, layout.to_elements(divisor), noise)), stored
 
 
 @compiled
@@ -157,5 +157,5 @@ def decode_array(
       ValueError: if codes and scales do not match each other or the codec.
     """
     length = check_stored(codec, codes, scales, group_size, length)
-    unit = groups.spread_tree(codec.units(scales), length, group_size)
+    unit = Layout(group_size, length).to_elements(codec.units(scales))
     return codec.dequantize(codec.unpack(codes, length), unit)

@@ -14,7 +14,7 @@ from jax import lax
 
 from optax_lowmem._src.arrays import groups, numerics
 from optax_lowmem._src.arrays.reprs import ShowsChanges
-from optax_lowmem._src.arrays.typing import PyTree
+from optax_lowmem._src.arrays.typing import PyTree, Tree
 
 # ---- the scale of a group: f32, 16 bits with an 8-bit exponent, or the paper's FP16 --------------
 
@@ -277,6 +277,31 @@ class GroupCodec(ShowsChanges, abc.ABC):
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """Return f32 values [..., groups, lanes] of codes and stored scales [..., groups]."""
         return self.dequantize(codes, _per_element(self.units(scales)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Layout of arrays in groups; here of whole arrays, [..., n], with groups on the last axis."""
+
+    # number of neighbours on the last axis that share a scale, and one value of the random bits R
+    group_size: int
+    length: int  # of the last axis
+
+    def to_groups(self, x: jax.Array) -> jax.Array:
+        """Reshape an array to [..., groups, lanes]."""
+        return groups.to_groups(x, self.group_size)
+
+    def to_elements(self, of_groups: Tree) -> Tree:
+        """Broadcast values per group to their elements."""
+        return jax.tree.map(lambda x: groups.spread(x, self.length, self.group_size), of_groups)
+
+    def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
+        """Unpack stored bytes into codes."""
+        return codec.unpack(stored, self.length)
+
+    def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
+        """Pack codes into stored bytes."""
+        return codec.pack(codes)
 
 
 def _per_element(of_groups: PyTree) -> PyTree:

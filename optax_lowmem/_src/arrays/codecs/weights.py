@@ -5,13 +5,13 @@ Their values have at most 7 significant bits, so bf16 arrays hold them exactly.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from optax_lowmem._src.arrays import groups, numerics
-from optax_lowmem._src.arrays.codecs.base import StoredSlot
+from optax_lowmem._src.arrays import numerics
+from optax_lowmem._src.arrays.codecs.base import Layout, StoredSlot
 from optax_lowmem._src.arrays.hyperparameters import check_choice
 
 _SCALE_BITS = 0x7F800000  # of f32: the power of two at or below a magnitude
@@ -30,17 +30,14 @@ class WeightFormat:
     name: str
     mantissa: int
     depth: int
-    codes: Any  # dtype of the codes
+    codes: DTypeLike  # dtype of the codes
     unit: float  # value of the code 1, relative to 2^E
 
-    def spacing(self, x: jax.Array, layout: Any) -> jax.Array:
-        """Return the distance of the two values between which each element lies; f32.
-
-        `layout` is that of a step's arrays (`reference.Layout`).
-        """
+    def spacing(self, x: jax.Array, layout: Layout) -> jax.Array:
+        """Return the distance of the two values between which each element lies; f32."""
         return self._powers(x, layout)[1]
 
-    def round(self, x: jax.Array, bits: jax.Array, layout: Any) -> jax.Array:
+    def round(self, x: jax.Array, bits: jax.Array, layout: Layout) -> jax.Array:
         """Round f32 values stochastically, by random bits (uint32); return bf16.
 
         The mean of the result is x, and values of the format are unchanged. A group with a NaN or
@@ -53,7 +50,7 @@ class WeightFormat:
         finite = top < numerics.from_bits(jnp.uint32(_LARGEST_BITS))
         return numerics.narrow(jnp.where(finite, rounded, jnp.float32(jnp.nan)), jnp.bfloat16)
 
-    def group_powers(self, x: jax.Array, layout: Any) -> jax.Array:
+    def group_powers(self, x: jax.Array, layout: Layout) -> jax.Array:
         """Return 2^E of each group, at most 2^125, which stands for a group that is not finite."""
         # a maximum over the largest value carries into the exponent
         carry = jnp.uint32((1 << (23 - self.mantissa)) - 1)
@@ -61,7 +58,7 @@ class WeightFormat:
         least, largest = jnp.uint32(_LEAST_BITS), jnp.uint32(_LARGEST_BITS)
         return numerics.from_bits(jnp.clip(power, least, largest))
 
-    def _powers(self, x: jax.Array, layout: Any) -> tuple[jax.Array, jax.Array]:
+    def _powers(self, x: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
         """Return 2^E of each element's group, and the spacing of each element."""
         top = layout.to_elements(self.group_powers(x, layout))
         least = top * jnp.float32(2.0**-self.depth)
@@ -80,11 +77,11 @@ class Bfloat16:
 
     name: str = "bfloat16"
 
-    def spacing(self, x: jax.Array, layout: Any) -> jax.Array:
+    def spacing(self, x: jax.Array, layout: Layout) -> jax.Array:
         """Return an upper bound of the distance of the two values around each element; f32."""
         return jnp.abs(x) * jnp.float32(2.0**-7)
 
-    def round(self, x: jax.Array, bits: jax.Array, layout: Any) -> jax.Array:
+    def round(self, x: jax.Array, bits: jax.Array, layout: Layout) -> jax.Array:
         """Round f32 values stochastically to bf16, by random bits (uint32)."""
         return numerics.narrow_stochastically(x, bits)
 
@@ -94,21 +91,7 @@ _CODED = {
     "int8": WeightFormat("int8", 6, 6, jnp.int8, 2.0**-6),
     "e4m3": WeightFormat("e4m3", 3, 16, jnp.float8_e4m3fn, 2.0**-7),
 }
-WEIGHT_FORMATS: dict[str, Any] = {BFLOAT16.name: BFLOAT16, **_CODED}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """Layout of a whole array, as `reference.Layout`."""
-
-    group_size: int
-    length: int
-
-    def to_groups(self, x: jax.Array) -> jax.Array:
-        return groups.to_groups(x, self.group_size)
-
-    def to_elements(self, of_groups: jax.Array) -> jax.Array:
-        return groups.spread(of_groups, self.length, self.group_size)
+WEIGHT_FORMATS: dict[str, WeightFormat | Bfloat16] = {BFLOAT16.name: BFLOAT16, **_CODED}
 
 
 def encode_weight(w: jax.Array, weights: str = "int8", group_size: int = 32) -> StoredSlot:
@@ -138,7 +121,7 @@ def encode_weight(w: jax.Array, weights: str = "int8", group_size: int = 32) -> 
       0.75
     """
     check_choice("weights", weights, _CODED)
-    form, layout = _CODED[weights], _Layout(group_size, w.shape[-1])
+    form, layout = _CODED[weights], Layout(group_size, w.shape[-1])
     x = numerics.widen(w)
     power = form.group_powers(x, layout)
     unit = layout.to_elements(power) * jnp.float32(form.unit)
@@ -164,7 +147,7 @@ def decode_weight(stored: StoredSlot, group_size: int = 32) -> jax.Array:
       dtype(bfloat16)
     """
     (form,) = (form for form in _CODED.values() if form.codes == stored.codes.dtype)
-    layout = _Layout(group_size, stored.codes.shape[-1])
+    layout = Layout(group_size, stored.codes.shape[-1])
     power = numerics.from_bits(stored.scales.astype(jnp.uint32) << 23)  # infinity for 255
     unit = layout.to_elements(power) * jnp.float32(form.unit)
     return (stored.codes.astype(jnp.float32) * unit).astype(jnp.bfloat16)

@@ -112,6 +112,10 @@ class ModuleLeaf:
             words(self.module_names[-2]) & _ATTENTION_WORDS
         )
 
+    def because(self, reason: str) -> str:
+        """Return the reason, with how stacked axes were recognised."""
+        return f"{reason}; {self.why}" if self.why else reason
+
     def stack(self, axis: int, why: str) -> "ModuleLeaf":
         """Return the leaf with one more stacked axis."""
         stacked = tuple(sorted({*self.stacked, axis}))
@@ -180,22 +184,12 @@ def whole(leaf: ModuleLeaf, reason: str) -> Block:
     """Return one block for the tensor, or per layer if layers are stacked; elementwise if empty."""
     inner = leaf.inner if math.prod(leaf.shape) else ()
     text = "whole tensor" + (" of each layer" if leaf.stacked else "")
-    return Block(inner, description=text if inner else "elementwise", reason=because(leaf, reason))
-
-
-def because(leaf: ModuleLeaf, reason: str) -> str:
-    """Return the reason, with how stacked axes were recognised."""
-    return f"{reason}; {leaf.why}" if leaf.why else reason
+    return Block(inner, description=text if inner else "elementwise", reason=leaf.because(reason))
 
 
 def layer_block(leaf: ModuleLeaf, text: str, axes: tuple[int, ...], reason: str) -> Block:
     """Return a block that averages over these axes of one layer's leaf."""
-    return Block(tuple(leaf.inner[a] for a in axes), description=text, reason=because(leaf, reason))
-
-
-def with_first_axis_stacked(leaf: ModuleLeaf) -> ModuleLeaf:
-    """Mark the first axis as stacked layers, for a leaf whose rank is one too high."""
-    return leaf.stack(leaf.inner[0], "one axis more than it needs: the first stacks layers")
+    return Block(tuple(leaf.inner[a] for a in axes), description=text, reason=leaf.because(reason))
 
 
 # ---- axes that stack layers or experts, which have separate second moments -----------------------
@@ -332,10 +326,6 @@ class Role:
         """Return whether it is one matrix in each layer; embeddings and output heads are."""
         return not self.is_vector and self.kind != "convolution" and len(self.axes) == 2
 
-    def because(self, reason: str) -> str:
-        """Return the reason, with how stacked axes were recognised."""
-        return because(self.leaf, reason)
-
 
 def roles(params: optax.Params) -> Mapping[str, Role]:
     """Return the role of each parameter by path; do not change the result."""
@@ -431,7 +421,7 @@ def role_of(leaf: ModuleLeaf, leaves: Leaves) -> Role:
     """
     kind, reason = _kind(leaf, leaves)
     if len(leaf.inner_shape) == 1 + most_axes(kind, leaf, leaves):
-        leaf = with_first_axis_stacked(leaf)
+        leaf = leaf.stack(leaf.inner[0], "one axis more than it needs: the first stacks layers")
     return Role(kind, leaf, reason)
 
 

@@ -10,7 +10,6 @@ from optax_lowmem._src.arrays.roles.roles import (
     Heads,
     Leaves,
     ModuleLeaf,
-    because,
     beside,
     layer_block,
     most_axes,
@@ -57,7 +56,7 @@ def _per_head(leaf: ModuleLeaf, leaves: Leaves, count: int, what: str) -> Block:
         (leaf.inner[inputs],),
         heads=(leaf.inner[out], count),
         description=f"per head ({count} heads)",
-        reason=because(leaf, f"{what} of shape {shape}"),
+        reason=leaf.because(f"{what} of shape {shape}"),
     )
 
 
@@ -166,7 +165,7 @@ def classify(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
     if math.prod(leaf.shape) == 0:
         return Block((), description="elementwise", reason="the leaf is empty")
     if not leaf.inner_shape:
-        return Block((), description="elementwise", reason=because(leaf, "a scalar"))
+        return Block((), description="elementwise", reason=leaf.because("a scalar"))
     if kind in ("bias", "norm"):
         what = "a bias" if kind == "bias" else "a norm's scale"
         if len(leaf.inner_shape) > most_axes(kind, leaf, leaves):

@@ -68,12 +68,8 @@ def infer(
       >>> lowmem.blocks.infer(params, heads=4)["attn/query/kernel"].mean_shape((64, 32))
       (1, 4)
     """
-    counts = _checked_arguments(heads, kv_heads, rules, default)
-    leaves = leaves_of(params)
-    for pattern, _ in rules if leaves else ():  # a placeholder tree without leaves matches nothing
-        if error := patterns.unmatched(f"the rule '{pattern}'", pattern, list(leaves)):
-            raise ValueError(error)
-    return {leaf.path: _block(leaf, leaves, counts, rules, default) for leaf in leaves.values()}
+    check_choice("default", default, _BLOCK_NAMES)
+    return Structure(heads, kv_heads, tuple(rules), default).infer(params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +95,39 @@ class Structure:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(map(_hashable, self.rules)))
-        _checked_arguments(self.heads, self.kv_heads, self.rules, self.default or "whole")
+        for name, count in (("heads", self.heads), ("kv_heads", self.kv_heads)):
+            if count is not None and not (is_int(count) and count > 0):
+                raise ValueError(f"{name} must be a number of heads >= 1 or None, got {count!r}")
+        check_choice("default", self.default or "whole", _BLOCK_NAMES)
+        for rule in self.rules:
+            if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str)):
+                raise TypeError(
+                    f"rules must be a sequence of (pattern, block) pairs, got {rule!r} in it: pass "
+                    "for example rules=[('*/bias', 'elementwise')]."
+                )
+            if isinstance(rule[1], str) and rule[1] not in _BLOCK_NAMES:
+                raise ValueError(
+                    f"the block in rule {rule!r} must be a Block, axes, 'whole' or 'elementwise'."
+                )
 
     def infer(self, params: optax.Params) -> dict[str, Block]:
-        """Call `infer` with these arguments."""
-        return infer(
-            params, heads=self.heads, kv_heads=self.kv_heads, rules=self.rules,
-            default=self.default or "whole",
-        )  # fmt: skip
+        """Return the block of each leaf, by path."""
+        leaves = leaves_of(params)
+        for pattern, _ in self.rules if leaves else ():  # no leaves: a placeholder tree
+            if error := patterns.unmatched(f"the rule '{pattern}'", pattern, list(leaves)):
+                raise ValueError(error)
+        return {leaf.path: self._block(leaf, leaves) for leaf in leaves.values()}
+
+    def _block(self, leaf: ModuleLeaf, leaves: Leaves) -> Block:
+        for pattern, value in self.rules:
+            if fnmatch.fnmatchcase(leaf.path, pattern):
+                return _block_of_value(leaf, value, f"rule '{pattern}'")
+        result = classify(leaf, leaves, Heads(self.heads, self.kv_heads))
+        if isinstance(result, Block):
+            return result.fit(leaf.shape, leaf.path)
+        reason = f"not recognised: {result}; or pass rules=[('{leaf.path}', axes)]"
+        block = _block_of_value(leaf, self.default or "whole", reason)
+        return dataclasses.replace(block, known=False)
 
     def embeddings(self, params: optax.Params) -> set[str]:
         """Return the paths of the embedding tables."""
@@ -128,39 +149,6 @@ class Structure:
 def _hashable(value: object) -> object:
     """Convert lists to tuples, recursively."""
     return tuple(map(_hashable, value)) if isinstance(value, tuple | list) else value
-
-
-def _checked_arguments(
-    heads: int | None, kv_heads: int | None, rules: Sequence[Rule], default: str
-) -> Heads:
-    for name, count in (("heads", heads), ("kv_heads", kv_heads)):
-        if count is not None and not (is_int(count) and count > 0):
-            raise ValueError(f"{name} must be a number of heads >= 1 or None, got {count!r}")
-    check_choice("default", default, _BLOCK_NAMES)
-    for rule in rules:
-        if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)):
-            raise TypeError(
-                f"rules must be a sequence of (pattern, block) pairs, got {rule!r} in it: pass for "
-                "example rules=[('*/bias', 'elementwise')]."
-            )
-        if isinstance(rule[1], str) and rule[1] not in _BLOCK_NAMES:
-            raise ValueError(
-                f"the block in rule {rule!r} must be a Block, axes, 'whole' or 'elementwise'."
-            )
-    return Heads(heads, kv_heads)
-
-
-def _block(
-    leaf: ModuleLeaf, leaves: Leaves, counts: Heads, rules: Sequence[Rule], default: str
-) -> Block:
-    for pattern, value in rules:
-        if fnmatch.fnmatchcase(leaf.path, pattern):
-            return _block_of_value(leaf, value, f"rule '{pattern}'")
-    result = classify(leaf, leaves, counts)
-    if isinstance(result, Block):
-        return result.fit(leaf.shape, leaf.path)
-    reason = f"not recognised: {result}; or pass rules=[('{leaf.path}', axes)]"
-    return dataclasses.replace(_block_of_value(leaf, default, reason), known=False)
 
 
 def _block_of_value(leaf: ModuleLeaf, value: Block | Sequence[int] | str, reason: str) -> Block:

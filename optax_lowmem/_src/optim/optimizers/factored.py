@@ -69,13 +69,13 @@ class Factorable:
     def _block_of(self, role: Role) -> Block:
         least, each = self.min_dim_size_to_factor or _LEAST, "a value per element"
         if role.is_vector:
-            return Block(description=each, reason=role.because("it has no rows and columns"))
+            return Block(description=each, reason=role.leaf.because("it has no rows and columns"))
         one, other = sorted(int(i) for i in np.argsort(role.shape, kind="stable")[-2:])
         if min(role.shape[one], role.shape[other]) < least:
             reason = f"fewer than two axes have size {least} or more"
-            return Block(description=each, reason=role.because(reason))
+            return Block(description=each, reason=role.leaf.because(reason))
         axes = role.axes[one], role.axes[other]
-        reason = role.because(f"of axes {axes[0]} and {axes[1]}, its largest")
+        reason = role.leaf.because(f"of axes {axes[0]} and {axes[1]}, its largest")
         return Factors(axes, description="rows and columns", reason=reason)
 
     def embeddings(self, params: optax.Params) -> set[str]:

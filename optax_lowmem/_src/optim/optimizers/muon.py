@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ class OrthogonalRule(MatrixRule):
     coefficients: Coefficients = (STANDARD,) * 5
     preconditioning: str = "frobenius"  # how singular values are bounded before the iterations
     # dtype of the products; None is bf16, or f32 if JAX's default backend is a CPU
-    products: Any = None
+    products: DTypeLike | None = None
     normalizes: bool = False  # divide by the root of the second moment of each output (NorMuon)
 
     state_type = FlashMuonState
@@ -79,7 +79,7 @@ class OrthogonalRule(MatrixRule):
         return (debiased + h["g_scale"] * g if self.nesterov else debiased), {"mu": mu}
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DTypeLike:
         """The dtype of the products."""
         by_default = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         return by_default if self.products is None else self.products
@@ -195,7 +195,7 @@ def _hyperparameters_at(
     return {**h, **{f"{_OF_ADAM}{name}": x for name, x in of_adam.items()}}
 
 
-def _coefficients(ns_coeffs: Any, ns_steps: int) -> Coefficients:
+def _coefficients(ns_coeffs: PyTree, ns_steps: int) -> Coefficients:
     """Return (a, b, c) of each iteration."""
     if type(ns_steps) is not int or ns_steps < 1:
         raise TypeError(
@@ -230,7 +230,7 @@ def _coefficients(ns_coeffs: Any, ns_steps: int) -> Coefficients:
     return tuple((a, b, c) for a, b, c in numbers)
 
 
-def _products(ns_dtype: DTypeLike | None) -> Any:
+def _products(ns_dtype: DTypeLike | None) -> jnp.dtype | None:
     """Return the checked dtype of the products, or None for the default."""
     dtype = None if ns_dtype is None else jnp.dtype(ns_dtype)
     if dtype not in (None, jnp.float32, jnp.bfloat16):

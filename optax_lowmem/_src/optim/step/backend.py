@@ -4,18 +4,17 @@ The choice depends on the backends' `unsupported`, never on caught errors.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import jax
-from jax.sharding import NamedSharding
 
 from optax_lowmem._src.arrays.groups import MAX_ELEMENTS
 from optax_lowmem._src.kernels import partitioned, platform, step_arguments
 from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 from optax_lowmem._src.optim.step import gpu, on_mesh, tuning, xla
-from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import UpdateRule
+from optax_lowmem._src.optim.step.state import Leaf, LeafBatch
 
 IMPLEMENTATIONS = ("xla", *BACKENDS, "pallas_tpu")
 _TPU = "pallas_tpu"
@@ -59,7 +58,7 @@ def choose(
     if tpu:
         reason = _unsupported(_TPU, rule, plan)
         return "xla", _UNTRIED if reason is None else f"{_TPU}: {reason}"
-    if not platform.has_gpu():
+    if platform.no_gpu_reason() is not None:
         return "xla", platform.not_tpu_reason(g)
     reason_against = platform.explicit_axes_reason(g)
     if reason_against is not None:
@@ -105,9 +104,10 @@ def fused_updates(
     `tuned` are tile and launch sizes of a kernel; None for those tuned for the device.
     """
     results: dict[int, Leaf] = {}
-    shardings = _shardings(rule, batch)
-    if shardings:
-        results.update(_on_mesh(rule, batch, shardings, tuned))
+    if batch.implementation == _TPU or (
+        batch.implementation != "xla" and platform.no_gpu_reason() is None
+    ):
+        results.update(_on_mesh(rule, batch, tuned))
     chosen: dict[str, list[int]] = {}
     for i, (plan, leaf) in enumerate(zip(batch.plans, batch.leaves, strict=True)):
         if i not in results:
@@ -127,32 +127,17 @@ def fused_updates(
     return [results[i] for i in range(len(batch.plans))]
 
 
-def _shardings(rule: UpdateRule, batch: LeafBatch) -> dict[int, NamedSharding]:
-    """Return the shardings of the parameters whose shards a kernel can step, by index."""
-    if batch.implementation == "xla":
-        return {}
-    asks_tpu = batch.implementation == _TPU
-    if not platform.has_gpu() and not asks_tpu:
-        return {}
-    rows = zip(batch.plans, batch.leaves, strict=True)
-    shardings = {i: on_mesh.leaf_sharding(*row) for i, row in enumerate(rows)}
-    return {
-        i: sharding
-        for i, sharding in shardings.items()
-        if sharding is not None
-        and on_mesh.unsupported(batch.plans[i], sharding) is None
-        # on GPUs XLA computes the means of blocks
-        and (asks_tpu or rule.prepares != "blocks")
-    }
-
-
 def _on_mesh(
-    rule: UpdateRule,
-    batch: LeafBatch,
-    shardings: Mapping[int, NamedSharding],
-    tuned: tuning.Tuning | None,
+    rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None
 ) -> Iterator[tuple[int, Leaf]]:
-    """Yield (index, result) of the sharded parameters, stepping those of each mesh together."""
+    """Yield (index, result) of the parameters whose shards a kernel can step, mesh by mesh."""
+    if batch.implementation != _TPU and rule.prepares == "blocks":
+        return  # on GPUs XLA computes the means of blocks
+    shardings = {}
+    for i, (plan, leaf) in enumerate(zip(batch.plans, batch.leaves, strict=True)):
+        sharding = on_mesh.leaf_sharding(plan, leaf)
+        if sharding is not None and on_mesh.unsupported(plan, sharding) is None:
+            shardings[i] = sharding
 
     def step(part: LeafBatch) -> list[Leaf]:
         with step_arguments.stepping(shardings=None):

@@ -6,27 +6,27 @@ A step plans the leaves, unpacks the state, steps the leaves and packs the new s
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optax_lowmem._src.arrays import host, numerics, random, trees
 from optax_lowmem._src.arrays.compiled import FEW, compiled, each, is_eager, unstacked
 from optax_lowmem._src.arrays.hyperparameters import check_schedule
-from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.arrays.typing import Arrays, PyTree
 from optax_lowmem._src.kernels import platform, step_arguments
 from optax_lowmem._src.optim import context
-from optax_lowmem._src.optim.policy import warn_of_patterns
 from optax_lowmem._src.optim.step import choose, fused_updates, matrices
-from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlanner, warn_of_four_bits
 from optax_lowmem._src.optim.step.prepare import prepare_leaves
 from optax_lowmem._src.optim.step.rule import MatrixRule, UpdateRule
-from optax_lowmem._src.optim.step.state import StateFormat, check_order
+from optax_lowmem._src.optim.step.state import Leaf, LeafBatch, StateFormat, check_order
+from optax_lowmem._src.optim.step.storage import warn_of_patterns
 
 Hyperparameters = Callable[[jax.Array], Arrays]
+Schedule = Callable[[jax.Array], ArrayLike]
 
 
 class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
@@ -48,12 +48,12 @@ class Engine(StateFormat, LeafPlanner):
     """
 
     hyperparameters: Hyperparameters
-    schedules: Mapping[str, Callable[[jax.Array], Any]] = dataclasses.field(default_factory=dict)
+    schedules: Mapping[str, Schedule] = dataclasses.field(default_factory=dict)
 
     def transformation(self) -> "EngineTransformation":
         return EngineTransformation(self.init, self.update)
 
-    def init(self, params: optax.Params) -> Any:
+    def init(self, params: optax.Params) -> optax.OptState:
         """Return a zero state with the parameters' sharding; record the decisions."""
         for name, schedule in self.schedules.items():
             check_schedule(name, schedule)
@@ -69,8 +69,14 @@ class Engine(StateFormat, LeafPlanner):
         return self.zeros(plans, params, context.provided_seed(self.storage.seed))
 
     def update(
-        self, updates: Any, state: Any, params: Any = None, *, gradient_scale: Any = None, **_: Any
-    ) -> tuple[Any, Any]:
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        gradient_scale: jax.Array | None = None,
+        **_: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
         """Return updates and state; other arguments of optax's wrappers are ignored."""
         return self.run(updates, state, params, gradient_scale=gradient_scale)
 
@@ -84,7 +90,7 @@ class Engine(StateFormat, LeafPlanner):
         count: jax.Array | None = None,
         gradient_scale: jax.Array | None = None,
         returns_params: bool = False,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[optax.Params, optax.OptState]:
         """Return updates, or new parameters if `returns_params`, and the new state.
 
         `h` are the step's hyperparameters, by default those at the state's count; `count` is the
@@ -137,7 +143,7 @@ class Engine(StateFormat, LeafPlanner):
         results = jax.tree.unflatten(jax.tree.structure(like), results)
         return results, self.pack(count, plans, leaves, blockwise, state)
 
-    def _stand_in(self, updates: optax.Updates, state: optax.OptState, h: Arrays) -> Any:
+    def _stand_in(self, updates: optax.Updates, state: optax.OptState, h: Arrays) -> optax.Params:
         """Return substitutes for missing parameters: f32 arrays whose values are not used.
 
         Raises if the step needs the parameters, with the reason.
@@ -182,20 +188,14 @@ def step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
         for plan, leaf in zip(batch.plans, batch.leaves, strict=True)
     ]
     batch = dataclasses.replace(batch, plans=tuple(plans))
-    if _has_a_program_per_shape(batch):
+    # XLA's time to compile an eager step grows with the number of parameters; then one program per
+    # shape is compiled. A GPU steps many parameters in one launch.
+    by_xla = batch.implementation in (None, "xla") and platform.no_gpu_reason() is not None
+    if len(plans) > FEW and by_xla and is_eager(jax.tree.leaves(batch)):
         return _joined(each(_step_leaves, [(rule, one) for one in _one_by_one(batch)]))
     if step_arguments.current().shardings:  # in the context, which is no argument of a program
         return _step_leaves(rule, batch)
     return compiled(_step_leaves)(rule, batch)
-
-
-def _has_a_program_per_shape(batch: LeafBatch) -> bool:
-    """Return whether to compile an eager step once per shape instead of once for all parameters.
-
-    XLA's time to compile grows with the number of parameters. A GPU steps many in one launch.
-    """
-    by_xla = batch.implementation in (None, "xla") and not platform.has_gpu()
-    return len(batch.plans) > FEW and by_xla and is_eager(jax.tree.leaves(batch))
 
 
 def _joined(stepped: Sequence[Stepped]) -> Stepped:
@@ -207,8 +207,8 @@ def _joined(stepped: Sequence[Stepped]) -> Stepped:
 def _one_by_one(batch: LeafBatch) -> list[LeafBatch]:
     """Return a batch of each entry, without names, so that equal ones share a compiled step."""
     assert batch.blockwise_keys is not None
-    keys: list[Any] = unstacked(batch.keys)
-    blockwise_keys: list[Any] = unstacked(batch.blockwise_keys)
+    keys: list[PyTree] = unstacked(batch.keys)
+    blockwise_keys: list[PyTree] = unstacked(batch.blockwise_keys)
     return [
         dataclasses.replace(
             batch.take([i]).nameless,
@@ -240,26 +240,28 @@ def _step_streamed(rule: UpdateRule, batch: LeafBatch) -> Stepped:
 
 
 def _step_leaves(rule: UpdateRule, batch: LeafBatch) -> Stepped:
-    """Prepare and step leaves, those with the same rule (`UpdateRule.for_leaf`) together."""
+    """Prepare and step leaves; if matrices have another rule, those with one rule together."""
+    if isinstance(rule, MatrixRule):
+        return matrices.step_leaves(rule, batch)
+    if rule.prepares == "matrices":
+        return _step_by_rule(rule, batch)
+    blockwise = batch.blockwise
+    if rule.prepares is not None:
+        batch, blockwise = prepare_leaves(rule, batch)
+    batch = dataclasses.replace(batch, blockwise=[], blockwise_keys=None)
+    return fused_updates(rule, batch), blockwise
+
+
+def _step_by_rule(rule: UpdateRule, batch: LeafBatch) -> Stepped:
+    """Do `_step_leaves` for the leaves of each rule that `rule.for_leaf` returns."""
     parts: dict[UpdateRule, list[int]] = {}
     for i, plan in enumerate(batch.plans):
         parts.setdefault(rule.for_leaf(plan.matrices), []).append(i)
-    results: list[Any] = [None] * len(batch.plans)
+    results: dict[int, tuple[Leaf, Leaf]] = {}
     for leaf_rule, indices in parts.items():
-        part = batch
-        if parts.keys() != {rule}:
-            part = batch.take(indices).with_keys_in_order()
-            h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
-            part = dataclasses.replace(part, hyperparameters=h)
-        blockwise = part.blockwise
-        if leaf_rule.prepares in ("leaf", "blocks"):
-            part, blockwise = prepare_leaves(leaf_rule, part)
-        if isinstance(leaf_rule, MatrixRule):
-            stepped, blockwise = matrices.step_leaves(leaf_rule, part)
-        else:
-            part = dataclasses.replace(part, blockwise=[], blockwise_keys=None)
-            stepped = fused_updates(leaf_rule, part)
-        for i, *result in zip(indices, stepped, blockwise, strict=True):
-            results[i] = result
-    leaves, blockwise = ([row[i] for row in results] for i in range(2))
-    return leaves, blockwise
+        part = batch.take(indices).with_keys_in_order()
+        h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
+        stepped = _step_leaves(leaf_rule, dataclasses.replace(part, hyperparameters=h))
+        results.update(zip(indices, zip(*stepped, strict=True), strict=True))
+    rows = [results[i] for i in range(len(batch.plans))]
+    return [leaf for leaf, _ in rows], [blockwise for _, blockwise in rows]

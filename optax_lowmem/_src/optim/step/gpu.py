@@ -7,13 +7,11 @@ share a launch: a program finds its leaf from its program id, loads a tile, step
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.block import Block, product
@@ -22,8 +20,12 @@ from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import gpu_kernel, jaxpr_to_triton, platform
 from optax_lowmem._src.kernels.fallback import on_one_device, with_fallback
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Place, Program
+from optax_lowmem._src.kernels.step_arguments import scope
 from optax_lowmem._src.optim.step import reference, tuning, xla
-from optax_lowmem._src.optim.step.leaf import (
+from optax_lowmem._src.optim.step.on_mesh import StepPartition
+from optax_lowmem._src.optim.step.plan import LeafPlan
+from optax_lowmem._src.optim.step.rule import UpdateRule
+from optax_lowmem._src.optim.step.state import (
     Leaf,
     LeafBatch,
     aliases,
@@ -31,10 +33,6 @@ from optax_lowmem._src.optim.step.leaf import (
     restored,
     update_dtype,
 )
-from optax_lowmem._src.optim.step.on_mesh import StepPartition
-from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.rule import AnyHyperparameters, UpdateRule
-from optax_lowmem._src.optim.step.scopes import scope
 
 _MAX_LANES = 1 << 16  # of generated Triton
 _MAX_POINTERS = 480  # CUDA limits arguments to 4 KiB
@@ -49,7 +47,7 @@ def is_too_large(plan: LeafPlan) -> bool:
 def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return the reason why the kernel of a backend cannot step a parameter, or None."""
     for slot in plan.slots:
-        if slot.codec is not None and slot.codec.bits < 8 and slot.codec.no_tile_reason:
+        if slot.codec is not None and slot.codec.no_tile_reason is not None:
             return slot.codec.no_tile_reason
     if backend == "pallas":
         return None if platform.has_pallas_triton() else platform.NO_PALLAS_TRITON
@@ -62,9 +60,6 @@ def triton_unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return the reason why generated Triton cannot step a leaf, or None."""
     if Tiling(plan.shape, plan.group_size, 1).lanes > _MAX_LANES:
         return f"groups of {plan.group_size}; the kernel takes up to {_MAX_LANES} elements"
-    for slot in plan.slots:
-        if slot.codec is not None and slot.codec.no_tile_reason is not None:
-            return slot.codec.no_tile_reason
     unknown = _unknown(rule, plan.shapeless)
     return unknown and f"the step uses `{unknown}`, which the Triton generator does not support"
 
@@ -72,26 +67,9 @@ def triton_unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
 @functools.cache
 def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return a primitive of the step that the Triton generator does not support, or None."""
-    tiling = Tiling((4, plan.group_size), plan.group_size, 4 * plan.group_size)
-    shape = tiling.tile_shape
-
-    def like(dtype: DTypeLike, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    leaf = Leaf(
-        like(jnp.float32, *shape),
-        like(plan.dtype, *shape),
-        tuple(
-            slot.codec.storage(shape, shape[1]).codes if slot.codec else like(slot.dtype, *shape)
-            for slot in plan.slots
-        ),
-        tuple(like(slot.codec.scale.dtype, shape[0]) for slot in plan.slots if slot.codec),
-        None if plan.split is None else like(plan.split.dtype, *shape),
-    )
-    seeds = like(jnp.uint32, shape[0], 1), like(jnp.uint32, shape[1])
-    with numerics.kernel_arithmetic(jaxpr_to_triton.APPROXIMATIONS):
-        step = functools.partial(reference.step_tile, rule, plan, h=AnyHyperparameters())
-        return jaxpr_to_triton.missing(jax.make_jaxpr(step)(leaf, seeds=seeds))
+    shape = Tiling((4, plan.group_size), plan.group_size, 4 * plan.group_size).tile_shape
+    arithmetic = jaxpr_to_triton.APPROXIMATIONS
+    return jaxpr_to_triton.missing(reference.jaxpr_of_tile(rule, plan, shape, arithmetic))
 
 
 def step(
@@ -118,7 +96,7 @@ def group_leaves(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
     """
     plans = batch.plans
     largest = max(math.prod(plan.shape) for plan in plans)
-    kinds: dict[Any, list[int]] = {}
+    kinds: dict[Hashable, list[int]] = {}
     for i, (plan, leaf) in enumerate(zip(plans, batch.leaves, strict=True)):
         lanes = Tiling(plan.shape, plan.group_size, tuned.tile.elements).lanes
         kind = (plan.shapeless, lanes, jnp.dtype(leaf.g.dtype))
@@ -226,6 +204,11 @@ def _parts(plan: LeafPlan) -> Sequence[Block]:
     return plan.block.fit(plan.shape).parts if plan.block else ()
 
 
+# of a tile: its leaf's number, its places in the arrays, in those of each slot, and in block-wise
+# values, the counters of its random bits, and the arrays that are read and written
+Chosen = tuple[int, Place, list[Place], list[jax.Array], jax.Array | None, Leaf, Leaf]
+
+
 def _step_program(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
@@ -236,15 +219,15 @@ def _step_program(
     keys: Operand,
     lane_seeds: Operand,
     numbers: Operand,
-    leaves: Any,
-    *results: Any,
+    leaves: Sequence[Leaf],
+    *results: Leaf,
 ) -> None:
     """Step a tile of one of several leaves, with operands in place of their arrays."""
     position, per_leaf, plan = program.index(), scalars.shape[0] > 1, plans[0].shapeless
     starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
     packed = [slot.codes_per_byte for slot in plan.slots]
 
-    def choose(i: int, shared: Sequence[int]) -> Any:
+    def choose(i: int, shared: Sequence[int]) -> Chosen:
         tiling, tile = tilings[i], position - jnp.int32(starts[i])
         alike = [tilings[j] for j in shared]
         places = {each: Place.of(tiling, tile, each, alike) for each in {1, *packed}}
@@ -253,7 +236,7 @@ def _step_program(
         counters = gpu_kernel.counters(tiling, tile) if plan.noisy else None
         return i, places[1], of_slots, of_block, counters, leaves[i], results[i]
 
-    def run(chosen: Any) -> None:
+    def run(chosen: Chosen) -> None:
         i, place, of_slots, of_block, counters, read, into = chosen
         # first what is needed last: Triton would load it where it is used
         h = {name: scalars.load(i if per_leaf else 0, j) for j, name in enumerate(names)}
@@ -289,7 +272,7 @@ def _step_tile(
         return reference.step_tile(rule, plan, leaf, h, seeds)
 
 
-def _load(plan: LeafPlan, place: Place, of_slots: Sequence[Place], leaf: Any) -> Leaf:
+def _load(plan: LeafPlan, place: Place, of_slots: Sequence[Place], leaf: Leaf) -> Leaf:
     """Load a tile of a leaf, without `of_block`; lanes and groups out of bounds are zero.
 
     `of_slots` are the tile's places in the arrays of the slots.
@@ -303,7 +286,7 @@ def _load(plan: LeafPlan, place: Place, of_slots: Sequence[Place], leaf: Any) ->
     return Leaf(g, p, slots, tuple(map(place.load_scales, leaf.scales)), correction)
 
 
-def _store(place: Place, of_slots: Sequence[Place], into: Any, result: Leaf) -> None:
+def _store(place: Place, of_slots: Sequence[Place], into: Leaf, result: Leaf) -> None:
     for scales, values in zip(into.scales, result.scales, strict=True):
         place.store_scales(scales, values)
     place.store(into.p, result.p)

@@ -1,4 +1,4 @@
-"""Master weights: reconstruction in f32 from the weights and an optimizer state."""
+"""Weights that an optimizer state keeps: f32 master weights, and weights without noise."""
 
 from typing import Any
 
@@ -10,9 +10,10 @@ import optax
 from optax_lowmem._src.arrays import numerics, trees
 from optax_lowmem._src.arrays.codecs import BitSplit, UlpSplit, split_of
 from optax_lowmem._src.arrays.compiled import compiled
+from optax_lowmem._src.arrays.typing import PyTree, Structure
 from optax_lowmem._src.optim import context
-from optax_lowmem._src.optim.clean_weights import FIELD, clean_params
 
+FIELD = "clean"  # field of the states that keep weights without noise
 NO_CORRECTION: Any = np.zeros((), np.int8)  # placeholder for a weight without a correction
 
 
@@ -92,11 +93,13 @@ def master_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     """
     if next(trees.states_with(params, "correction", trees.is_ours), None) is not None:
         raise TypeError("the first argument is an optimizer's state: master_params(params, state)")
-    treedef: Any = jax.tree.structure(params)
+    treedef: Structure = jax.tree.structure(params)
     return treedef.unflatten(join_leaves(*kept_weights(params, state)))
 
 
-def kept_weights(params: Any, state: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+def kept_weights(
+    params: optax.Params, state: optax.OptState
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the arguments of `join_leaves`: weights without noise, and their corrections."""
     params = clean_params(params, state)
     corrections = corrections_of(params, state)
@@ -153,3 +156,46 @@ def _fits(path: str, weight: jax.Array, correction: jax.Array) -> bool:
         f"weights of shape {list(correction.shape)} with {correction.dtype}: the weight was cast "
         "or reshaped. Pass the weights that the optimizer updates."
     )
+
+
+def clean_params(params: optax.Params, state: optax.OptState) -> PyTree:
+    """Return the weights without noise, as the state stores them.
+
+    Args:
+      params: the parameters passed to the loss, including sampled weights.
+      state: state of an optimizer that contains `gaussws_noise`, inside any wrapper.
+
+    Returns:
+      A tree like `params`, for evaluation and export (`master_params` returns f32 weights);
+      `params` itself if the state has no `gaussws_noise`.
+
+    Raises:
+      ValueError: if a leaf has two clean weights.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> from optax_lowmem import gaussws
+      >>> tx = lowmem.gaussws_noise(lowmem.flash_adamw(1e-3))
+      >>> params, state = lowmem.init(tx, {"mlp": {"down_proj": {"kernel": jnp.ones((64, 64))}}})
+      >>> sampled = params["mlp"]["down_proj"]["kernel"]
+      >>> clean = gaussws.clean_params(params, state)["mlp"]["down_proj"]["kernel"]
+      >>> bool((sampled == 1).all()), bool((clean == 1).all())
+      (False, True)
+    """
+    results: dict[str, jax.Array] = {}
+    leaves = trees.named_leaves(params)
+    shapes = {path: jnp.shape(leaf) for path, leaf in leaves}
+    for node in trees.states_with(state, FIELD, trees.is_ours):
+        for path, clean in trees.named_leaves(node.clean):
+            if clean.ndim == 0 or shapes.get(path) != clean.shape:
+                continue
+            if path in results:
+                raise ValueError(
+                    f"leaf '{path}' has two clean weights in this state: two transformations add "
+                    "noise to it. Keep one."
+                )
+            results[path] = clean
+    if not results:
+        return params
+    selected = [results.get(path, leaf) for path, leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(params), selected)

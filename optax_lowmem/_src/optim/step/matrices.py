@@ -24,9 +24,9 @@ from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import platform, step_arguments
 from optax_lowmem._src.optim.step import xla
 from optax_lowmem._src.optim.step.backend import fused_updates
-from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK, MatrixRule, UpdateRule
+from optax_lowmem._src.optim.step.state import Leaf, LeafBatch
 
 # Elements of a stack and its two products X X^T per device, unless one matrix alone has more:
 # 17 MB in bf16, enough to keep a GPU busy.
@@ -54,7 +54,7 @@ def step_leaves(rule: MatrixRule, batch: LeafBatch) -> MatrixResults:
     for plan, leaf in zip(batch.plans, batch.leaves, strict=True):
         varying.check_whole(plan.path, (leaf.g, leaf.state), "a direction of whole matrices")
     results: dict[int, tuple[Leaf, Leaf]] = {}
-    done: Any = ()
+    done: list[Leaf] = []
     mesh = _mesh(batch.leaves[0].g) if batch.leaves else None
     for indices in stacks(batch.plans, 1 if mesh is None else mesh.size):
         stack = batch.take(indices).with_keys_in_order()
@@ -72,7 +72,7 @@ def step_leaves(rule: MatrixRule, batch: LeafBatch) -> MatrixResults:
 
 def _on_cpu() -> bool:
     """Return whether XLA's CPU backend compiles the step."""
-    return jax.default_backend() == "cpu" and not platform.has_gpu()
+    return jax.default_backend() == "cpu" and platform.no_gpu_reason() is not None
 
 
 def _after(h: Arrays, done: jax.Array) -> Arrays:
@@ -171,18 +171,25 @@ def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> MatrixResults:
     return results
 
 
-Directions = tuple[list[Any], list[Any], list[Any], list[Any]]
+# of each leaf: the direction, the factors of its rate and of its blocks, block-wise slots
+Directions = tuple[
+    list[jax.Array], list[jax.Array], list[dict[str, jax.Array]], list[tuple[jax.Array, ...]]
+]
 
 
 def _directions(
-    rule: MatrixRule, plans: Sequence[LeafPlan], before: Any, blockwise: list[Leaf], h: Arrays
+    rule: MatrixRule,
+    plans: Sequence[LeafPlan],
+    before: list[jax.Array],
+    blockwise: list[Leaf],
+    h: Arrays,
 ) -> Directions:
     """Return of each leaf the direction, the factors of its rate and blocks, and block-wise slots.
 
     The factors of its blocks are an operand of the step, if the rule has block-wise slots.
     """
 
-    def work(before: list[jax.Array], values: list[Any], h: Arrays) -> Directions:
+    def work(before: list[jax.Array], values: list[tuple[jax.Array, ...]], h: Arrays) -> Directions:
         pairs = [(plan.matrices, plan.shape) for plan in plans if plan.matrices is not None]
         parts = [m.to_stack(x) for (m, _), x in zip(pairs, before, strict=True)]
         stack = _on_devices(rule, jnp.concatenate(parts) if len(parts) > 1 else parts[0], h)

@@ -3,14 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import optax
 
 from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.arrays.roles.roles import roles
-from optax_lowmem._src.arrays.typing import Shaped
+from optax_lowmem._src.arrays.typing import PyTree, Shaped
 
 Axes = tuple[int, ...]
 
@@ -49,7 +48,7 @@ class Matrices:
         return (*self._others(shape), *self.rows, *self.columns)
 
 
-Dimensions = Any  # as in optax.contrib.muon: tree of MuonDimensionNumbers or None, or a function
+Dimensions = PyTree  # as in optax.contrib.muon: tree of MuonDimensionNumbers or None, or a function
 Chooser = Callable[[optax.Params], dict[str, Matrices]]
 
 
@@ -75,7 +74,7 @@ class MatrixAxes:
             path: _checked(path, leaf, entry) for (path, leaf), entry in rows if entry is not None
         }
 
-    def dimension_numbers(self, params: optax.Params) -> Any:
+    def dimension_numbers(self, params: optax.Params) -> Dimensions:
         """Return `muon_weight_dimension_numbers` with the same result for these parameters."""
         axes, numbers = self.of(params), optax.contrib.MuonDimensionNumbers
         return jax.tree.unflatten(
@@ -91,10 +90,10 @@ def _is_dimensions(node: object) -> bool:
     return node is None or {"reduction_axis", "output_axis"} <= set(getattr(node, "_fields", ()))
 
 
-def _spread(prefix: object, params: optax.Params) -> list[Any]:
+def _spread(prefix: object, params: optax.Params) -> list[PyTree]:
     """Expand a prefix tree to the dimension numbers, or None, of each leaf."""
 
-    def spread(entry: object, sub: Any) -> Any:
+    def spread(entry: object, sub: PyTree) -> PyTree:
         if not _is_dimensions(entry):
             raise TypeError(
                 "muon_weight_dimension_numbers takes optax.contrib.MuonDimensionNumbers for each "
@@ -115,7 +114,7 @@ def _spread(prefix: object, params: optax.Params) -> list[Any]:
     return [entry for (entry,) in jax.tree.leaves(result, is_leaf=is_entry)]
 
 
-def _checked(path: str, leaf: Shaped, entry: Any) -> Matrices:
+def _checked(path: str, leaf: Shaped, entry: PyTree) -> Matrices:
     """Return the matrix axes of a leaf as non-negative axes, or raise if they do not fit."""
     shape = tuple(leaf.shape)
     axes = {name: _axes(path, shape, name, getattr(entry, name)) for name in entry._fields}

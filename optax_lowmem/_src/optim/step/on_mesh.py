@@ -8,7 +8,6 @@ asks a `StepPartition` how to cut a launch.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +17,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from optax_lowmem._src.arrays import random
 from optax_lowmem._src.arrays.sharding import named_sharding, on_each_device, reshard_like
 from optax_lowmem._src.arrays.shards import Shards, axes_of, spec_of
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.kernels import step_arguments
 from optax_lowmem._src.kernels.partitioned import Factor, Partition, sharding_rule
-from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
+from optax_lowmem._src.kernels.step_arguments import scope
 from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.scopes import scope
+from optax_lowmem._src.optim.step.state import Leaf, LeafBatch
 
 # ---- in a shard_map ------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ def _of_shard(plan: LeafPlan, shards: Shards, key: jax.Array) -> tuple[LeafPlan,
     return dataclasses.replace(plan, shape=shape), key
 
 
-def _block_specs(plan: LeafPlan, sharding: NamedSharding) -> Any:
+def _block_specs(plan: LeafPlan, sharding: NamedSharding) -> PyTree:
     """Return the partition specs of `Block.operands`.
 
     A block may span several devices, each of which then has its value.
@@ -91,7 +91,7 @@ def fused_updates(
     batch = batch.with_keys_in_order()
     mesh, every = shardings[0].mesh, PartitionSpec()
     typed = _explicit(mesh)
-    partitioned: dict[str, Any] = {
+    partitioned: dict[str, PyTree] = {
         "leaves": list(map(_leaf_specs, batch.plans, batch.leaves, shardings)),
         "hyperparameters": dict.fromkeys(batch.hyperparameters, every),
         "own": [dict.fromkeys(own, every) for own in batch.own],
@@ -128,11 +128,11 @@ class StepPartition(Partition):
         self,
         backend: str,
         content: str,
-        step: Callable[..., Any],
+        step: Callable[..., list[Leaf]],
         paths: Sequence[str],
         plans: tuple[LeafPlan, ...],
         numbers: tuple[int, ...],
-        arguments: tuple[Any, ...],
+        arguments: tuple[PyTree, ...],
     ) -> None:
         """Partition step(plans, numbers, leaves, scalars, keys), which must not close over arrays.
 
@@ -161,7 +161,7 @@ class StepPartition(Partition):
         return f"step {self._name[1]} {self._content} {self._plans} {self._numbers} {self._treedef}"
 
     def named(self) -> contextlib.AbstractContextManager[None]:
-        """Name the work by the leaves and the implementation, for `scopes.implementations`."""
+        """Name the work by leaves and implementation, for `step_arguments.implementations`."""
         return scope(*self._name)
 
     def cut(

@@ -3,15 +3,15 @@
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.arrays.block import Block, BlockStructure
-from optax_lowmem._src.arrays.codecs import GroupCodec, MasterSplit, StoredSlot, master_split
+from optax_lowmem._src.arrays.codecs import GroupCodec, MasterSplit, master_split
 from optax_lowmem._src.arrays.codecs.weights import (
     WEIGHT_FORMATS,
     Bfloat16,
@@ -20,7 +20,6 @@ from optax_lowmem._src.arrays.codecs.weights import (
 from optax_lowmem._src.arrays.roles.roles import Role, roles
 from optax_lowmem._src.arrays.shards import cut_reason, divides
 from optax_lowmem._src.optim import context
-from optax_lowmem._src.optim.policy import Policy
 from optax_lowmem._src.optim.step.matrix_axes import Matrices, MatrixAxes
 from optax_lowmem._src.optim.step.rule import MatrixRule, Slot, UpdateRule
 from optax_lowmem._src.optim.step.storage import Storage
@@ -98,19 +97,14 @@ class LeafPlan:
         return any(slot.stochastic for slot in self.slots)
 
     @property
-    def rounds(self) -> bool:
-        """Return whether a weight without a split is rounded stochastically."""
-        return self.weight_format is not None
-
-    @property
     def stochastic_master(self) -> bool:
         """Return whether rounding the master weight needs random bits."""
-        return self.rounds or (self.split is not None and self.split.stochastic)
+        return self.weight_format is not None or (self.split is not None and self.split.stochastic)
 
     @property
     def writes_weight(self) -> bool:
         """Return whether a step computes the rounded new weight, and then the update towards it."""
-        return self.rounds or self.split is not None
+        return self.weight_format is not None or self.split is not None
 
     @property
     def noisy(self) -> bool:
@@ -134,87 +128,78 @@ class LeafPlan:
         return cut_reason(self.shape[d], parts, self.group_size)
 
     @property
-    def storage(self) -> list[StoredSlot]:
-        """Shapes and dtypes of `slots` as stored; without a codec, scales are 0-d placeholders."""
-        return [
-            StoredSlot(
-                jax.ShapeDtypeStruct(self.shape, slot.dtype), jax.ShapeDtypeStruct((), jnp.float32)
-            )
-            if slot.codec is None
-            else slot.codec.storage(self.shape, self.group_size)
-            for slot in self.slots
-        ]
+    def forms(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the arrays that the parameter has in a state, by field.
 
-    @property
-    def blockwise_storage(self) -> list[StoredSlot]:
-        """Shapes and dtypes of `blockwise` as stored: codes have the shape of the means.
-
-        With several codes per byte, the last axis counts bytes; if its length is not a multiple of
-        the codes per byte, the codes are flattened.
+        Slots without a codec have a 0-d placeholder of scales. Codes of block-wise slots have the
+        shape of the means; with several codes per byte, the last axis counts bytes, or the codes
+        are flattened if its length is not a multiple of the codes per byte.
         """
-        if self.block is None:
-            return []
-        shape, forms = self.block.mean_shape(self.shape), []
-        for slot, form in zip(self.blockwise, self.blockwise_plan.storage, strict=True):
-            several = slot.codes_per_byte
-            if several == 1:
-                form = form._replace(codes=jax.ShapeDtypeStruct(shape, form.codes.dtype))
-            elif shape[-1] % several == 0:
-                in_bytes = (*shape[:-1], shape[-1] // several)
-                form = form._replace(codes=jax.ShapeDtypeStruct(in_bytes, form.codes.dtype))
-            forms.append(form)
+        forms, split = {}, self.split
+        forms["correction"] = jax.ShapeDtypeStruct((), jnp.int8)
+        if split is not None:
+            forms["correction"] = jax.ShapeDtypeStruct(self.shape, split.dtype)
+        for slot in self.slots:
+            scales = jax.ShapeDtypeStruct((), jnp.float32)
+            codes = jax.ShapeDtypeStruct(self.shape, slot.dtype)
+            if slot.codec is not None:
+                codes, scales = slot.codec.storage(self.shape, self.group_size)
+            forms |= {slot.name: codes, f"{slot.name}_scale": scales}
+        if self.block is not None and self.blockwise:
+            shape, flat = self.block.mean_shape(self.shape), self.blockwise_plan.forms
+            for slot in self.blockwise:
+                name, several = slot.name, slot.codes_per_byte
+                if several == 1 or shape[-1] % several == 0:
+                    in_bytes = shape if several == 1 else (*shape[:-1], shape[-1] // several)
+                    flat[name] = jax.ShapeDtypeStruct(in_bytes, flat[name].dtype)
+                forms |= {field: flat[field] for field in (name, f"{name}_scale")}
         return forms
 
 
-def decide_slot(
+def slot_decision(
     path: str,
     shape: tuple[int, ...],
-    layer: tuple[int, ...],
-    slot: str,
-    codec: GroupCodec | None,
+    slot: SlotPlan,
     group_size: int,
-    stochastic: bool,
-    policy: Policy,
-    masked_out: bool,
-    stored: bool | None,
-    refused: str | None = None,
+    reason: str | None,
+    patterns: tuple[str, ...],
 ) -> context.Decision:
-    """Decide whether a codec stores a slot of a leaf, without recording the decision.
-
-    `layer` is the shape of one layer, if the leaf stacks layers. `stored` says whether the current
-    state has codes for the slot, and is None in `init`; `refused` is a reason to keep f32 that
-    precedes the policy's.
-    """
-    refused = refused or ("the policy's mask is False here" if masked_out else None)
-    reason = refused or policy.reason(path, shape, slot, stored, layer)
-    asked: Any = {"shape": shape, "patterns": () if refused else policy.exclude}
-    if reason or codec is None:
-        return context.Decision(path, slot, None, reason or "", **asked)
-    rounding = "stochastic" if stochastic else "nearest"
+    """Return the decision about a slot; `reason` is why it is not compressed, if it is not."""
+    codec = slot.codec
+    if codec is None:
+        return context.Decision(path, slot.name, None, reason or "", shape=shape, patterns=patterns)
+    rounding = "stochastic" if slot.stochastic else "nearest"
     packed = f"{codec.codes_per_byte} codes per byte, " if codec.bits < 8 else ""
-    reason = f"groups of {group_size}, {packed}{rounding} rounding"
-    return context.Decision(path, slot, codec.name, reason, group_size, codec, stochastic, **asked)
+    return context.Decision(
+        path, slot.name, codec.name, f"groups of {group_size}, {packed}{rounding} rounding",
+        group_size, codec, slot.stochastic, shape=shape, patterns=patterns,
+    )  # fmt: skip
 
 
-def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
+def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:
     """Return the split for weights of a dtype; None for f32 or without master weights."""
-    if dtype == jnp.float32 or storage.master_weight_bits is None:
+    if dtype == jnp.float32:
+        return None
+    if storage.rounds_weights and dtype != jnp.bfloat16:
+        raise ValueError(
+            f"weight '{path}' is {dtype}: only bfloat16 weights can be rounded stochastically "
+            "without a correction. Use master_weight_bits=24, or master_rounding='nearest'."
+        )
+    if storage.master_weight_bits is None:
         return None
     rounding = storage.master_rounding or "stochastic"
     return master_split(dtype, storage.master_weight_bits, storage.split, rounding)
 
 
-def choose_split(
-    storage: Storage, path: str, dtype: jnp.dtype, weights: str = "bfloat16"
-) -> tuple[MasterSplit | None, context.Decision]:
-    """Return `split_for` of a leaf, and why; raises for fp16 weights to be rounded."""
-    split = split_for(storage, dtype)
+def split_decision(
+    storage: Storage,
+    path: str,
+    dtype: jnp.dtype,
+    split: MasterSplit | None,
+    weights: str = "bfloat16",
+) -> context.Decision:
+    """Return the decision about a master weight, given the result of `choose_split`."""
     rounds = storage.rounds_weights and dtype != jnp.float32
-    if rounds and dtype != jnp.bfloat16:
-        raise ValueError(
-            f"weight '{path}' is {dtype}: only bfloat16 weights can be rounded stochastically "
-            "without a correction. Use master_weight_bits=24, or master_rounding='nearest'."
-        )
     if split is not None:
         reason = f"{split.bits}-bit master weights"
         if split.bits == 24:
@@ -230,7 +215,7 @@ def choose_split(
     else:
         reason = "master_weight_bits is None: steps under half an ulp of the weight are lost"
     form, stochastic = (split.name, split.stochastic) if split else (None, rounds)
-    return split, context.Decision(path, "correction", form, reason, stochastic=stochastic)
+    return context.Decision(path, "correction", form, reason, stochastic=stochastic)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -243,13 +228,18 @@ class LeafPlanner:
     weights: bool = True
     decay_mask: optax.MaskOrFn = None  # optax-style mask of weight decay
     # dtypes of uncompressed slots, by default f32
-    slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    slot_dtypes: Mapping[str, DTypeLike | None] = dataclasses.field(default_factory=dict)
     structure: BlockStructure | None = None  # which elements share a value of block-wise slots
     # which leaves are matrices, for rules that treat these differently; the mask does not apply to
     # the other leaves
     matrices: MatrixAxes | None = None
 
-    def plans(self, params: Any, state: Any = None, returns_params: bool = False) -> list[LeafPlan]:
+    def plans(
+        self,
+        params: optax.Params,
+        state: optax.OptState | None = None,
+        returns_params: bool = False,
+    ) -> list[LeafPlan]:
         """Return the plan of each leaf.
 
         In a `shard_map` the parameters are this device's shards. The state is None in `init`, for
@@ -282,27 +272,23 @@ class LeafPlanner:
             trees.check_param(path, leaf)
             shape, dtype, block = tuple(leaf.shape), jnp.dtype(leaf.dtype), blocks.get(path)
             matrices = axes.get(path)
-            rule = self.rule.for_leaf(matrices)
+            rule = self.rule if self.matrices is None else self.rule.for_leaf(matrices)
             if isinstance(rule, MatrixRule) and matrices is not None:
                 block = rule.block(matrices)
-            decided = {
-                slot: self._plan_slot(
-                    slot, of_role[path], path in masked_out, path in tables, block,
-                    None if state is None else (path, slot.name) in coded,
-                )
-                for slot in rule.slots
-            }  # fmt: skip
-            slots = {slot: plan for slot, (plan, _) in decided.items()}
-            decisions = [decision for _, decision in decided.values()]
+            slots: dict[Slot, SlotPlan] = {}
+            for slot in rule.slots:
+                role, masked = of_role[path], path in masked_out
+                stored = None if state is None else (path, slot.name) in coded
+                plan, reason = self._plan_slot(slot, role, masked, path in tables, stored)
+                slots[slot] = plan
+                if state is None:
+                    self._record(slot, plan, reason, role, masked, block)
             rounds = self.weights and dtype != jnp.float32 and storage.rounds_weights
             compressed = any(slot.codec for slot in slots.values())
             weights = storage.weights if compressed else "bfloat16"
-            split = None
-            if self.weights:
-                split, decision = choose_split(storage, path, dtype, weights)
-                decisions.append(decision)
-            for decision in decisions if state is None else ():
-                context.record(decision)
+            split = choose_split(storage, path, dtype) if self.weights else None
+            if self.weights and state is None:
+                context.record(split_decision(storage, path, dtype, split, weights))
             in_dtype = self.weights and storage.update_dtype == "param"
             plans.append(
                 LeafPlan(
@@ -326,32 +312,44 @@ class LeafPlanner:
         return plans
 
     def _plan_slot(
-        self,
-        slot: Slot,
-        role: Role,
-        masked_out: bool,
-        in_table: bool,
-        block: Block | None,
-        stored: bool | None,
-    ) -> tuple[SlotPlan, context.Decision]:
+        self, slot: Slot, role: Role, masked_out: bool, in_table: bool, stored: bool | None
+    ) -> tuple[SlotPlan, str | None]:
+        """Return how a slot is stored, and why it is not compressed, or None."""
         storage, name, leaf = self.storage, slot.name, role.leaf
-        assert storage.group_size is not None
         codec = getattr(storage, name) if slot.compressed else None
-        refused = None
+        reason: str | None
         if codec is None:
-            refused = f"storage.{name} is None" if slot.compressed else "its rule keeps it in f32"
+            reason = f"storage.{name} is None" if slot.compressed else "its rule keeps it in f32"
+        else:
+            layer = leaf.inner_shape
+            reason = storage.policy.reason(leaf.path, leaf.shape, name, stored, layer, masked_out)
+        if codec is None or reason is not None:
+            dtype = jnp.dtype(self.slot_dtypes.get(name) or jnp.float32)
+            return SlotPlan(name, None, dtype, stochastic=False), reason
         stochastic = {  # by `storage.rounding`
             "stochastic": True, "nearest": False, "nu": name == "nu", "embeddings": in_table
         }  # fmt: skip
-        decision = decide_slot(
-            leaf.path, leaf.shape, leaf.inner_shape, name, codec, storage.group_size,
-            stochastic[storage.rounding], storage.policy, masked_out, stored, refused,
-        )  # fmt: skip
-        kept = decision.codec
-        dtype = kept.dtype if kept else jnp.dtype(self.slot_dtypes.get(name) or jnp.float32)
+        return SlotPlan(name, codec, codec.dtype, stochastic[storage.rounding]), None
+
+    def _record(
+        self,
+        slot: Slot,
+        plan: SlotPlan,
+        reason: str | None,
+        role: Role,
+        masked_out: bool,
+        block: Block | None,
+    ) -> None:
+        """Record the decision of `_plan_slot`."""
+        storage, leaf = self.storage, role.leaf
+        assert storage.group_size is not None
+        configured = slot.compressed and getattr(storage, slot.name) is not None
+        patterns = storage.policy.exclude if configured and not masked_out else ()
+        group_size = storage.group_size
+        decision = slot_decision(leaf.path, leaf.shape, plan, group_size, reason, patterns)
         if slot.blockwise and block is not None:
-            decision = describe_block(decision, block, configured=codec is not None)
-        return SlotPlan(name, kept, dtype, decision.stochastic), decision
+            decision = describe_block(decision, block, configured)
+        context.record(decision)
 
 
 def describe_block(

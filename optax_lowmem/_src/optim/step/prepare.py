@@ -14,14 +14,14 @@ import jax
 from optax_lowmem._src.arrays import varying
 from optax_lowmem._src.arrays.block import Block
 from optax_lowmem._src.arrays.sharding import left_to_xla, sharding_of
-from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.arrays.typing import Arrays, PyTree
 from optax_lowmem._src.kernels import step_arguments
 from optax_lowmem._src.optim.blocks import block_means
 from optax_lowmem._src.optim.step import reference
 from optax_lowmem._src.optim.step.backend import fused_updates
-from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import OF_BLOCK, Slot, UpdateRule
+from optax_lowmem._src.optim.step.state import Leaf, LeafBatch
 
 # traced once per shape and plan
 _prepare = jax.jit(reference.prepare, static_argnames=("rule", "plan"))
@@ -103,7 +103,7 @@ def _prepare_blocks(
     blockwise: Sequence[Leaf],
     h: Arrays,
     keys: jax.Array,
-) -> list[tuple[Any, tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]]:
+) -> list[tuple[PyTree, tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]]:
     """Return (`Block.operands`, (new block-wise slots, scales)) of each parameter."""
     scale = h.get("gradient_scale")
     means = block_means.means_of_squares(blocks, gradients, scale, implementation)

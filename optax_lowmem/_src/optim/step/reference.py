@@ -6,7 +6,6 @@ implementation calls these functions, the first three through `advance_weight`, 
 what it does between them, and in the `Layout` of its arrays.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,43 +13,20 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.extend.core import ClosedJaxpr
+from jax.typing import DTypeLike
 
-from optax_lowmem._src.arrays import groups, numerics, random
-from optax_lowmem._src.arrays.codecs import BitSplit, GroupCodec, MasterSplit, UlpSplit
-from optax_lowmem._src.arrays.typing import Arrays
-from optax_lowmem._src.optim.step.leaf import Leaf, update_dtype
+from optax_lowmem._src.arrays import numerics, random
+from optax_lowmem._src.arrays.codecs import BitSplit, Layout, MasterSplit, UlpSplit
+from optax_lowmem._src.arrays.typing import Arrays, PyTree, Tree
 from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.rule import OF_BLOCK, UpdateRule
+from optax_lowmem._src.optim.step.rule import OF_BLOCK, AnyHyperparameters, UpdateRule
+from optax_lowmem._src.optim.step.state import Leaf, update_dtype
 
 MASTER = "correction"  # the slot name of the master weight in the random hash
 _LEAST_RATE = 1 / 16
-Units = Mapping[str, Any]  # slot name -> the scales in the form that `dequantize` takes
-Measured = Mapping[str, tuple[jax.Array, Any]]  # slot name -> (stored scales, divisors)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Layout of a step's arrays; here of whole leaves, [..., n], with groups on the last axis."""
-
-    # number of neighbours on the last axis that share one value of the random bits R
-    group_size: int
-    length: int  # of the last axis
-
-    def to_groups(self, x: jax.Array) -> jax.Array:
-        """Reshape an array to [..., groups, lanes]."""
-        return groups.to_groups(x, self.group_size)
-
-    def to_elements(self, of_groups: Any) -> Any:
-        """Broadcast values per group to their elements."""
-        return jax.tree.map(lambda x: groups.spread(x, self.length, self.group_size), of_groups)
-
-    def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
-        """Unpack stored bytes into codes."""
-        return codec.unpack(stored, self.length)
-
-    def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
-        """Pack codes into stored bytes."""
-        return codec.pack(codes)
+Units = Mapping[str, PyTree]  # slot name -> the scales in the form that `dequantize` takes
+Measured = Mapping[str, tuple[PyTree, PyTree]]  # slot name -> (stored scales, divisors)
 
 
 class TileLayout(Layout):
@@ -59,7 +35,7 @@ class TileLayout(Layout):
     def to_groups(self, x: jax.Array) -> jax.Array:
         return x
 
-    def to_elements(self, of_groups: Any) -> Any:
+    def to_elements(self, of_groups: Tree) -> Tree:
         return jax.tree.map(lambda x: x[..., None], of_groups)
 
 
@@ -95,7 +71,8 @@ def advance(
     Without a weight, the step is the rule's direction. In a kernel's layout, `leaf.of_block`
     broadcasts to the elements.
     """
-    h = _with_block(plan, leaf, h, layout)
+    if leaf.of_block is not None:
+        h = _with_block(plan, leaf, h, layout)
     values = decode(plan, leaf, layout or whole(plan), units)
     g, weight = gradient_and_weight(plan, leaf, h)
     direction, values = rule.update(g, values, h)
@@ -108,8 +85,6 @@ def advance(
 def _with_block(plan: LeafPlan, leaf: Leaf, h: Arrays, layout: Layout | None) -> Arrays:
     """Add a leaf's block-wise operand, broadcast to its elements, to the hyperparameters."""
     of_block = leaf.of_block
-    if of_block is None:
-        return h
     if layout is None and plan.block is not None:
         of_block = plan.block.of_elements(of_block, plan.shape)
     return {**h, OF_BLOCK: of_block}
@@ -131,11 +106,11 @@ def advance_weight(
     step, values = advance(rule, plan, leaf, h, layout, units)
     if leaf.p is None:
         return step, leaf.correction, values
-    with_block = _with_block(plan, leaf, h, layout)
-    layout = layout or whole(plan)
     moved, correction = move(plan, leaf.p, step, leaf.correction, random_bits, layout)
     if plan.feeds_back:
-        values = feed_back(rule, plan, leaf.p, step, moved, values, with_block, layout)
+        if leaf.of_block is not None:
+            h = _with_block(plan, leaf, h, layout)
+        values = feed_back(rule, plan, leaf.p, step, moved, values, h, layout or whole(plan))
     return moved, correction, values
 
 
@@ -191,7 +166,8 @@ def encode_slots(
             continue
         uniforms = None
         if seeds is not None and slot.stochastic:
-            uniforms = random.slot_uniforms(*seeds, layout.group_size, slot.name)
+            bits = random.slot_bits(*seeds, layout.group_size, slot.name)
+            uniforms = numerics.uniform(bits)
         if measured is None:
             stored, divisor = slot.codec.measure(layout.to_groups(value))
         else:
@@ -418,3 +394,27 @@ def step_tile(
     slots, scales = encode_slots(plan, values, seeds, layout)
     update = moved.astype(update_dtype(plan, leaf.p))
     return Leaf(p=update, slots=slots, scales=scales, correction=correction)
+
+
+def jaxpr_of_tile(
+    rule: UpdateRule, plan: LeafPlan, shape: tuple[int, int], arithmetic: numerics.Approximations
+) -> ClosedJaxpr:
+    """Trace `step_tile` of a tile of this shape, to see which primitives a kernel needs."""
+
+    def like(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    slots = tuple(
+        like(shape, slot.dtype) if slot.codec is None else slot.codec.storage(shape, shape[1]).codes
+        for slot in plan.slots
+    )
+    scales = tuple(like(shape[:1], s.codec.scale.dtype) for s in plan.slots if s.codec is not None)
+    correction = None if plan.split is None else like(shape, plan.split.dtype)
+    leaf = Leaf(like(shape, jnp.float32), like(shape, plan.dtype), slots, scales, correction)
+
+    def step(leaf: Leaf, seeds: random.Seeds) -> Leaf:
+        with numerics.kernel_arithmetic(arithmetic):
+            return step_tile(rule, plan, leaf, AnyHyperparameters(), seeds if plan.noisy else None)
+
+    seeds = like((shape[0], 1), jnp.uint32), like(shape[1:], jnp.uint32)
+    return jax.make_jaxpr(step)(leaf, seeds)

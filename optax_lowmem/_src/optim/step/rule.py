@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays.block import Block
 from optax_lowmem._src.arrays.typing import Arrays
@@ -94,7 +95,7 @@ class MatrixRule(UpdateRule):
 
     @property
     @abc.abstractmethod
-    def dtype(self) -> Any:
+    def dtype(self) -> DTypeLike:
         """The dtype of the matrices: the dtype in which the results of `update` are stored."""
 
     @property

@@ -9,8 +9,7 @@ computation, which XLA compiles once. Measured: docs/results/cpu_speed.md.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +17,14 @@ from jax import lax
 from jax.experimental import xla_metadata
 
 from optax_lowmem._src.arrays import random
-from optax_lowmem._src.arrays.codecs import GroupCodec
+from optax_lowmem._src.arrays.codecs import GroupCodec, Layout
 from optax_lowmem._src.arrays.sharding import left_to_xla, sharding_of
-from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.arrays.typing import Arrays, PyTree, T
+from optax_lowmem._src.kernels.step_arguments import scope
 from optax_lowmem._src.optim.step import reference
-from optax_lowmem._src.optim.step.leaf import Leaf, LeafBatch
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import UpdateRule
-from optax_lowmem._src.optim.step.scopes import scope
+from optax_lowmem._src.optim.step.state import Leaf, LeafBatch
 
 # traced once per shape and plan: tracing it per leaf would dominate the tracing time
 plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan", "two_passes"))
@@ -63,7 +62,8 @@ def _step_leaf(
     """
     platform = jax.default_backend()
     if packs(plan, platform):
-        return jax.tree.leaves(packed_update(rule, plan, leaf, h, keys, number))
+        update = packed_in_call if plan.returns_params else packed_update
+        return jax.tree.leaves(update(rule, plan, leaf, h, keys, number))
     two_passes = platform == "gpu" and plan.quantized
     return jax.tree.leaves(plain(rule, plan, leaf, h, keys[index], two_passes=two_passes))
 
@@ -79,14 +79,14 @@ def packs(plan: LeafPlan, platform: str) -> bool:
 
     XLA fuses the elementwise work of a leaf without codes well.
     """
-    return platform == "cpu" and plan.quantized and not plan.rounds
+    return platform == "cpu" and plan.quantized and plan.weight_format is None
 
 
-def opaque(function: Any) -> Any:
+def opaque(function: Callable[..., T]) -> Callable[..., T]:
     """Return a jitted function whose calls XLA neither inlines nor fuses across."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: PyTree, **kwargs: PyTree) -> T:
         leaves, tree = jax.tree.flatten(function(*args, **kwargs))
         # on a value, since the context manager would also mark inner calls (no upstream issue
         # known)
@@ -105,14 +105,15 @@ def packed_update(
     The number is an operand: as a constant it would prevent equal leaves from sharing a program.
     """
     packed = _PackedStep(rule, plan, leaf.p is not None)
-    if plan.returns_params:
-        result: Leaf = packed.finish(leaf, h, keys, number)
-        return result
     # the rest of an update is computed outside the calls, where XLA fuses it with its consumer
-    return packed.unpack(leaf, h, *packed.pack_in_call(leaf, h, keys, number))
+    pack = packed.pack if plan.returns_params else packed.pack_in_call
+    return packed.unpack(leaf, h, *pack(leaf, h, keys, number))
 
 
-class _Unpacked(reference.Layout):
+packed_in_call = opaque(packed_update)
+
+
+class _Unpacked(Layout):
     """The layout of a whole leaf, but with codes that are not yet packed in bytes."""
 
     def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
@@ -134,7 +135,7 @@ class _PackedStep:
     @property
     def words(self) -> list[Fields]:
         """The small outputs in each 32-bit word, weight and correction first."""
-        fields: dict[str, Any] = {}
+        fields: dict[str, jnp.dtype] = {}
         if self.has_weight and self.plan.split is not None:
             fields = {_WEIGHT: jnp.dtype(jnp.uint16), _CORRECTION: self.plan.split.dtype}
         fields |= {slot.name: slot.dtype for slot in self.plan.slots if slot.codec is not None}
@@ -149,11 +150,6 @@ class _PackedStep:
     @_inlined
     def advance(self, leaf: Leaf, h: Arrays) -> tuple[jax.Array, Arrays]:
         return reference.advance(self.rule, self.plan, leaf, h)
-
-    @opaque
-    @_method
-    def finish(self, leaf: Leaf, h: Arrays, keys: jax.Array, number: jax.Array) -> Leaf:
-        return self.unpack(leaf, h, *self.pack(leaf, h, keys, number))
 
     def pack(
         self, leaf: Leaf, h: Arrays, keys: jax.Array, number: jax.Array
@@ -203,7 +199,7 @@ class _PackedStep:
         plan = self.plan
         step, values = self.advance(leaf, h)
         layout = _Unpacked(plan.group_size, plan.shape[-1])
-        measured: Any = {name: (None, divisor) for name, divisor in divisors.items()}
+        measured = {name: (None, divisor) for name, divisor in divisors.items()}
         slots, _ = reference.encode_slots(plan, values, seeds, layout, measured)
         small = {s.name: codes for s, codes in zip(plan.slots, slots, strict=True) if s.codec}
         if leaf.p is not None and plan.split is not None:

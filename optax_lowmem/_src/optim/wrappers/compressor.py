@@ -29,11 +29,28 @@ from optax_lowmem._src.arrays.sharding import (
 from optax_lowmem._src.arrays.typing import PyTree, Structure
 from optax_lowmem._src.kernels import group_codec
 from optax_lowmem._src.optim import context
-from optax_lowmem._src.optim.policy import Policy, warn_of_patterns
 from optax_lowmem._src.optim.step.masters import splits_masters
-from optax_lowmem._src.optim.step.plan import ELEMENTWISE_FOUR_BITS, decide_slot, describe_block
-from optax_lowmem._src.optim.step.storage import NEAREST_OR_NOT, check_group_size, codec_of
-from optax_lowmem._src.optim.wrappers.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
+from optax_lowmem._src.optim.step.plan import (
+    ELEMENTWISE_FOUR_BITS,
+    SlotPlan,
+    describe_block,
+    slot_decision,
+)
+from optax_lowmem._src.optim.step.storage import (
+    NEAREST_OR_NOT,
+    Policy,
+    check_group_size,
+    codec_of,
+    warn_of_patterns,
+)
+from optax_lowmem._src.optim.wrappers.slots import (
+    REFUSED,
+    SlotFacts,
+    facts,
+    is_known,
+    map_slots,
+    scale_name,
+)
 
 Select = Callable[[str, SlotFacts], GroupCodec | str | None]
 
@@ -233,8 +250,18 @@ class Compressor:
 
         def visit(node: optax.OptState, field: str, value: PyTree) -> PyTree:
             leaves = jax.tree.leaves(value)
-            if not leaves or any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves):
+            floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+            if floats or not leaves:
                 fields[field] = None
+            by_name = isinstance(self.select(field, facts(node, field, ours=True)), str)
+            if by_name and not is_known(node, field) and any(leaf.ndim for leaf in floats):
+                kind = type(node).__name__
+                raise ValueError(
+                    f"{kind}.{field} is not registered: is it ever negative? A mean of squares in "
+                    "codes with a sign makes training diverge. Call lowmem.register_slot("
+                    f"'{kind}', '{field}', signed=False) if it never is, otherwise with "
+                    "signed=True; or pass a codec instead of a name."
+                )
             return value
 
         map_slots(visit, state)
@@ -258,7 +285,7 @@ class Compressor:
         stored: bool | None = None,
         block: Block | None = None,
     ) -> bool:
-        """Record how a leaf of a slot is stored; return whether it is compressed.
+        """Return whether a leaf of a slot is compressed; in `init`, record how it is stored.
 
         `role` is the parameter's; `stored` is whether the current state has codes for the leaf,
         None in `init`.
@@ -275,14 +302,14 @@ class Compressor:
             refused = f"{leaf.dtype} is not a float"
         shape = weight if slot.flattened(shape, weight) else shape
         layer = role.shape if role and shape == weight else shape
-        decision = decide_slot(
-            path, shape, layer, slot.name, slot.codec, self.group_size, self._stochastic(slot),
-            self.policy, masked_out, stored, refused,
-        )  # fmt: skip
-        if block is not None:
-            decision = describe_block(decision, block)
-        context.record(decision)
-        return decision.codec is not None
+        reason = refused or self.policy.reason(path, shape, slot.name, stored, layer, masked_out)
+        if stored is None:
+            codec = slot.codec if reason is None else None
+            plan = SlotPlan(slot.name, codec, leaf.dtype, self._stochastic(slot))
+            patterns = () if refused or masked_out else self.policy.exclude
+            decision = slot_decision(path, shape, plan, self.group_size, reason, patterns)
+            context.record(describe_block(decision, block) if block else decision)
+        return reason is None
 
     def _masked(self, params: optax.Params) -> set[str]:
         return self.policy.masked_out(params) if jax.tree.leaves(params) else set()

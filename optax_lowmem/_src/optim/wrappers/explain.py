@@ -12,7 +12,7 @@ from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.arrays.sharding import named_sharding
 from optax_lowmem._src.arrays.shards import Shards, cut_reason, divides
 from optax_lowmem._src.optim import context
-from optax_lowmem._src.optim.policy import unmatched_patterns
+from optax_lowmem._src.optim.step.storage import unmatched_patterns
 from optax_lowmem._src.optim.wrappers.stale_corrections import rounded_distances, stale_corrections
 
 _NO_SPLIT = "none: no optimizer splits this leaf, so steps under half an ulp of a weight are lost"

@@ -14,7 +14,7 @@ from optax_lowmem._src.arrays.codecs import MasterSplit, master_split
 from optax_lowmem._src.arrays.compiled import compiled
 from optax_lowmem._src.arrays.typing import Arrays, PyTree
 from optax_lowmem._src.optim import context
-from optax_lowmem._src.optim.policy import unmatched_patterns
+from optax_lowmem._src.optim.step.storage import unmatched_patterns
 from optax_lowmem._src.optim.wrappers.stale_corrections import rounded_distances, stale_corrections
 
 WeightDtype: TypeAlias = DTypeLike | Callable[[str, PyTree], DTypeLike]

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from optax_lowmem._src.arrays.hyperparameters import (
     complement,
 )
 from optax_lowmem._src.arrays.sharding import left_to_xla, sharding_of
-from optax_lowmem._src.arrays.typing import Arrays, ScalarOrSchedule, Structure
+from optax_lowmem._src.arrays.typing import Arrays, PyTree, ScalarOrSchedule, Structure
 from optax_lowmem._src.optim.step.matrix_axes import Dimensions, Matrices, MatrixAxes
 from optax_lowmem._src.optim.step.storage import Storage, completed
 from optax_lowmem._src.optim.wrappers.compress import compress_state
@@ -41,8 +41,8 @@ class SoapState(NamedTuple):
 class _Sides(NamedTuple):
     """L and R of one parameter, or their eigenvectors; 0-d for a side without any."""
 
-    left: Any
-    right: Any
+    left: PyTree
+    right: PyTree
 
 
 def _rotated(stack: jax.Array, q: _Sides) -> jax.Array:
@@ -85,8 +85,8 @@ def _next_basis(p: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
 class _Leaf(NamedTuple):
     """The state of one parameter."""
 
-    mu: Any
-    nu: Any
+    mu: PyTree
+    nu: PyTree
     sides: _Sides
     q: _Sides
 
@@ -163,7 +163,7 @@ class _Soap:
 
     def update(
         self, updates: optax.Updates, state: SoapState, params: optax.Params | None = None,
-        **extra: Any,
+        **extra: object,
     ) -> tuple[optax.Updates, SoapState]:  # fmt: skip
         """Return the direction of each parameter, zeros in the first step, and the new state."""
         trees.check_state(state, SoapState)
@@ -335,7 +335,7 @@ def flash_soap(
     )
     of_mu = ("mu", "left", "right", "q_left", "q_right")
     every = {**dict.fromkeys(of_mu, storage.mu), "nu": storage.nu}
-    codecs: dict[str, Any] = {name: codec for name, codec in every.items() if codec is not None}
+    codecs: dict[str, PyTree] = {name: codec for name, codec in every.items() if codec is not None}
     if codecs:
         tx = compress_state(
             tx, group_size=storage.group_size, rounding=storage.rounding, seed=storage.seed,

@@ -15,7 +15,7 @@ from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.optim import context
 from optax_lowmem._src.optim.step import MASTER, split_update
 from optax_lowmem._src.optim.step.masters import adds_noise, join_masters, splits_masters
-from optax_lowmem._src.optim.step.plan import choose_split, split_for
+from optax_lowmem._src.optim.step.plan import choose_split, split_decision
 from optax_lowmem._src.optim.step.state import check_order, initial_correction, promoted
 from optax_lowmem._src.optim.step.storage import NEAREST_OR_NOT, Storage, check_bits
 
@@ -44,8 +44,9 @@ class _Splitter:
             )
         corrections = []
         for path, leaf in trees.named_leaves(params):
-            split, decision = choose_split(self.storage, path, jnp.dtype(leaf.dtype))
-            context.record(decision)
+            dtype = jnp.dtype(leaf.dtype)
+            split = choose_split(self.storage, path, dtype)
+            context.record(split_decision(self.storage, path, dtype, split))
             none = jnp.zeros((), jnp.int8)
             corrections.append(initial_correction(split, path, leaf) if split else none)
         correction = array_metadata.like(params, corrections)
@@ -109,7 +110,7 @@ class _Splitter:
 
     def _split_of(self, path: str, p: jax.Array, correction: jax.Array) -> MasterSplit | None:
         """Return the split of a weight; raise if its correction does not fit."""
-        split = split_for(self.storage, p.dtype)
+        split = choose_split(self.storage, path, p.dtype)
         if p.dtype == jnp.float32 and jnp.ndim(correction) and correction.shape == p.shape:
             raise ValueError(promoted(path, correction.dtype))
         if split is not None and (correction.dtype, correction.shape) != (split.dtype, p.shape):

@@ -10,8 +10,7 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays import numerics, trees
 from optax_lowmem._src.arrays.hyperparameters import check_choice
-from optax_lowmem._src.optim.clean_weights import clean_params
-from optax_lowmem._src.optim.step.masters import master_params
+from optax_lowmem._src.optim.step.masters import clean_params, master_params
 from optax_lowmem._src.training.checkpoint import files
 from optax_lowmem._src.training.checkpoint.files import StrPath
 

@@ -1,7 +1,7 @@
 """`gaussws_noise`: the loss gets weights plus noise, the state stores the weights without it."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,8 @@ from optax_lowmem._src.layers.noise import distributions, formats, kernels
 from optax_lowmem._src.layers.noise.bitwidth import bitwidth
 from optax_lowmem._src.layers.noise.sampling import bits_gradient, factor_of, noise_named
 from optax_lowmem._src.optim import context
-from optax_lowmem._src.optim.clean_weights import FIELD
 from optax_lowmem._src.optim.step.engine import EngineTransformation
-from optax_lowmem._src.optim.step.masters import adds_noise, corrections_of
+from optax_lowmem._src.optim.step.masters import FIELD, adds_noise, corrections_of
 from optax_lowmem._src.optim.wrappers.chain import Take, WeightTransformation
 
 # (path, w, correction, b_i, format, dtype) of a sampled leaf
@@ -162,7 +161,7 @@ class Noisy:
 
     def update(
         self, updates: PyTree, state: GaussWSState, params: PyTree = None, *,
-        factor: jax.Array | None = None, **extra: Any,
+        factor: jax.Array | None = None, **extra: object,
     ) -> tuple[PyTree, GaussWSState]:  # fmt: skip
         """Return updates from the old noisy weights to the new ones, and the state.
 

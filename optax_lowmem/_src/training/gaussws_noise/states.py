@@ -17,7 +17,7 @@ from optax_lowmem._src.layers.noise.bitwidth import (
     most_bits,
     safe_format,
 )
-from optax_lowmem._src.optim.clean_weights import FIELD
+from optax_lowmem._src.optim.step.masters import FIELD
 
 
 def bitwidths(state: optax.OptState) -> dict[str, jax.Array]:

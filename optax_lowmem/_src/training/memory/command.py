@@ -18,11 +18,11 @@ import optax
 from optax_lowmem._src.optim.optimizers import OPTIMIZERS
 from optax_lowmem._src.training.memory.decoders import Decoder, decoder, lora_names
 from optax_lowmem._src.training.memory.plan import (
-    MODES,
     OFFLOAD,
     RELEASE,
     RESIDENT,
     STREAM,
+    STREAM_FROZEN,
     ModePlan,
     Plan,
     plan,
@@ -46,7 +46,7 @@ _TFLOPS = {
 _OF_PEAK = 0.7  # what the products of a step reach of these
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 2**30, "MB": 2**20}  # GB: as cards are sold
 USABLE = 0.93  # of a GPU's memory; the rest is for the driver and gaps between arrays
-LORA, QLORA = "lora", "qlora"
+LORA, QLORA, LORA_STREAM, QLORA_STREAM = "lora", "qlora", "lora-stream", "qlora-stream"
 _MEANING = {
     RESIDENT: "An ordinary step: all gradients exist at once.",
     RELEASE: "Each layer is updated inside the backward pass.",
@@ -54,6 +54,8 @@ _MEANING = {
     STREAM: "Like release, with weights and state in host memory, copied layer by layer.",
     LORA: "Adapters are trained; the weights are frozen.",
     QLORA: "Adapters are trained; the weights are frozen, the layers' matrices in 4 bits.",
+    LORA_STREAM: "Like lora, with the frozen weights in host memory, copied layer by layer.",
+    QLORA_STREAM: "Like qlora, with the frozen weights in host memory, copied layer by layer.",
 }
 # number of parameters -> model, and by mode: tokens per second with flash_adamw on an NVIDIA H200,
 # and the step
@@ -120,8 +122,9 @@ def plan_decoder(
       optimizer: name in `OPTIMIZERS`, or `optax.adamw`, whose weights are f32.
       budget: bytes of the device that the step may use.
       sequence: tokens per row.
-      lora: adapters, for two more modes that train them alone: with the weights in bf16, and with
-        the layers' matrices in NF4 where the model's widths are multiples of 64.
+      lora: adapters, for more modes that train them alone: with the weights in bf16, and with the
+        layers' matrices in NF4 where the model's widths are multiples of 64; each with the weights
+        on the device, and in host memory.
       accumulate: as in `memory.plan`.
 
     Returns:
@@ -132,7 +135,7 @@ def plan_decoder(
     make = functools.partial(plan, tx, budget=budget, stacks=("layers",), accumulate=accumulate)
     activations = functools.partial(sizes.activations, sequence=sequence, accumulate=accumulate)
     trained = weights
-    modes: tuple[str, ...] = MODES
+    modes: tuple[str, ...] = (RESIDENT, RELEASE, OFFLOAD, STREAM)
     if optimizer == PLAIN:
         trained, adapters = jax.tree.map(lambda w: w.update(dtype=jnp.float32), (weights, adapters))
         activations = functools.partial(activations, in_f32=True)
@@ -143,15 +146,20 @@ def plan_decoder(
         plans += make(
             trained, activations=functools.partial(activations, mode=mode), modes=(mode,)
         ).modes
-    for name, frozen in ((LORA, weights), (QLORA, sizes.in_4_bits())):
-        if lora is None or frozen is None:
+    in_4_bits = sizes.in_4_bits()
+    bases = {
+        LORA: (weights, RESIDENT),
+        QLORA: (in_4_bits, RESIDENT),
+        LORA_STREAM: (weights, STREAM_FROZEN),
+        QLORA_STREAM: (in_4_bits, STREAM_FROZEN),
+    }
+    for name, (frozen, mode) in bases.items():
+        if lora is None or frozen is None or (mode != RESIDENT and STREAM not in modes):
             continue
         of_adapters = functools.partial(
-            activations, lora=lora[0], in_f32=False, in_4_bits=name == QLORA
+            activations, mode=mode, lora=lora[0], in_f32=False, in_4_bits=frozen is in_4_bits
         )
-        (mode_plan,) = make(
-            adapters, frozen=frozen, activations=of_adapters, modes=(RESIDENT,)
-        ).modes
+        (mode_plan,) = make(adapters, frozen=frozen, activations=of_adapters, modes=(mode,)).modes
         plans.append(dataclasses.replace(mode_plan, name=name))
     return Plan(budget, tuple(plans))
 
@@ -279,7 +287,7 @@ def _tokens_per_second(mode: ModePlan, number: int, peak: float, link: float, to
     """
     each = number * tokens / (_OF_PEAK * peak * 1e12)
     forward, backward, back = (size / link for size in mode.copies)
-    in_backward = 4 if mode.name in (LORA, QLORA) else 6
+    in_backward = 4 if mode.name in (LORA, QLORA, LORA_STREAM, QLORA_STREAM) else 6
     return tokens / (max(2 * each, forward) + max(in_backward * each, backward, back))
 
 
@@ -320,6 +328,8 @@ def recommendation(
         LORA: f" --lora {','.join(lora_names(args.lora))} --rank {args.rank}",
     }
     flags[QLORA] = f"{flags[LORA]} --base nf4"
+    for one, streamed in ((LORA, LORA_STREAM), (QLORA, QLORA_STREAM)):
+        flags[streamed] = flags[one] + flags[STREAM]
     # XLA's default allocator divides the memory that is left into pieces that are too small
     # https://github.com/jax-ml/jax/pull/25082, https://github.com/marin-community/marin/issues/7115
     allocator = "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async " if mode.host else ""

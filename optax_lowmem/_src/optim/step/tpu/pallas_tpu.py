@@ -5,26 +5,28 @@ registers (`lanes.py`) instead of whole arrays. Groups are on lanes, so that the
 takes log2(G) shuffles; the kernel reduces the groups of many registers together (`lanes.tree`).
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh
 
-from optax_lowmem._src.arrays import numerics, random
+from optax_lowmem._src.arrays import random
 from optax_lowmem._src.arrays.codecs import GroupCodec
 from optax_lowmem._src.arrays.codecs.weights import WeightFormat
 from optax_lowmem._src.arrays.typing import Arrays
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.fallback import with_fallback
+from optax_lowmem._src.kernels.step_arguments import scope
 from optax_lowmem._src.optim.step import reference, tuning, xla
-from optax_lowmem._src.optim.step.leaf import (
+from optax_lowmem._src.optim.step.plan import LeafPlan
+from optax_lowmem._src.optim.step.rule import UpdateRule
+from optax_lowmem._src.optim.step.state import (
     Leaf,
     LeafBatch,
     aliases,
@@ -32,13 +34,10 @@ from optax_lowmem._src.optim.step.leaf import (
     restored,
     update_dtype,
 )
-from optax_lowmem._src.optim.step.plan import LeafPlan
-from optax_lowmem._src.optim.step.rule import AnyHyperparameters, UpdateRule
-from optax_lowmem._src.optim.step.scopes import scope
 from optax_lowmem._src.optim.step.tpu import lanes
 from optax_lowmem._src.optim.step.tpu import pallas_tpu_views as views
 from optax_lowmem._src.optim.step.tpu.lanes import LANES, ROWS
-from optax_lowmem._src.optim.step.tpu.pallas_tpu_kernel import ARITHMETIC, Kernel
+from optax_lowmem._src.optim.step.tpu.pallas_tpu_kernel import ARITHMETIC, Kernel, Ref
 
 NAME = "pallas_tpu"
 
@@ -85,28 +84,12 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
         if slot.codec is not None and type(slot.codec).pack is not GroupCodec.pack:
             return f"{type(slot.codec).__name__}.pack"
 
-    def like(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    shape = (ROWS, plan.group_size)
-    form = dataclasses.replace(plan, shape=shape).storage
-    scales: Any = tuple(like((ROWS,), slot.scales.dtype) for slot in form if slot.scales.ndim)
-    correction: Any = None if plan.split is None else like(shape, plan.split.dtype)
-    codes = tuple(slot.codes for slot in form)
-    leaf = Leaf(like(shape, jnp.float32), like(shape, plan.dtype), codes, scales, correction)
-    bits = like((ROWS, 1), jnp.uint32), like((plan.group_size,), jnp.uint32)
-
-    def step(leaf: Leaf, seeds: Any) -> Leaf:
-        given = seeds if plan.noisy else None
-        with numerics.kernel_arithmetic(ARITHMETIC):
-            return reference.step_tile(rule, plan, leaf, AnyHyperparameters(), given)
-
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a mesh would add reshards
-        traced = jax.make_jaxpr(step)(leaf, bits)
+        traced = reference.jaxpr_of_tile(rule, plan, (ROWS, plan.group_size), ARITHMETIC)
     return next((name for name in _primitives(traced.jaxpr) if name not in _KNOWN), None)
 
 
-def _primitives(jaxpr: Any) -> Iterator[str]:
+def _primitives(jaxpr: Jaxpr) -> Iterator[str]:
     for equation in jaxpr.eqns:
         inner = [x for x in equation.params.values() if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
         if not inner:
@@ -133,7 +116,7 @@ def launch(
     row_key: jax.Array,
     lane_seeds: jax.Array,
     elements: int,
-    interpret: Any = False,
+    interpret: bool = False,
 ) -> Leaf:
     """Step one leaf.
 
@@ -154,7 +137,7 @@ def launch(
     flat = [jax.tree.leaves(tree) for tree in trees]
     together = jax.tree.structure(trees)
 
-    def body(scalars: Any, key: Any, lane_seeds: Any, *refs: Any) -> None:
+    def body(scalars: Ref, key: Ref, lane_seeds: Ref, *refs: Ref) -> None:
         kernel.run(scalars, key, lane_seeds, *jax.tree.unflatten(together, refs))
 
     in_scalars = pl.BlockSpec(memory_space=pltpu.SMEM)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,25 @@ from jax.experimental import pallas as pl
 
 from optax_lowmem._src.arrays import numerics, random
 from optax_lowmem._src.arrays.block import product
-from optax_lowmem._src.arrays.codecs import GroupCodec
-from optax_lowmem._src.arrays.typing import Arrays
+from optax_lowmem._src.arrays.codecs import GroupCodec, Layout
+from optax_lowmem._src.arrays.codecs.base import Span
+from optax_lowmem._src.arrays.typing import Arrays, PyTree, Tree
 from optax_lowmem._src.optim.step import reference
-from optax_lowmem._src.optim.step.leaf import Leaf
 from optax_lowmem._src.optim.step.plan import LeafPlan
 from optax_lowmem._src.optim.step.rule import UpdateRule
+from optax_lowmem._src.optim.step.state import Leaf
 from optax_lowmem._src.optim.step.tpu import lanes
 from optax_lowmem._src.optim.step.tpu.lanes import LANES, ROWS, Blocks
+
+Ref: TypeAlias = Any  # a reference to an array in a Pallas kernel
+Slice: TypeAlias = slice | pl.Slice
 
 # Divisions, logarithms and powers in the form that Mosaic supports, otherwise as on a CPU.
 ARITHMETIC = numerics.Approximations(reciprocal=None, gpu=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Registers(reference.Layout):
+class Registers(Layout):
     """Layout of one register, [ROWS, 128]; values of groups are on the lanes of a unit."""
 
     register: jax.Array  # index along the row of the block
@@ -36,7 +40,7 @@ class Registers(reference.Layout):
     length: int = LANES
 
     @property
-    def columns(self) -> Any:
+    def columns(self) -> Slice:
         """The slice of the register along a row of the block."""
         return columns_of(self.register)
 
@@ -44,7 +48,7 @@ class Registers(reference.Layout):
         """Raise; `lanes.tree` reduces groups instead."""
         raise NotImplementedError("groups in registers have no separate axis")
 
-    def to_elements(self, of_groups: Any) -> Any:
+    def to_elements(self, of_groups: Tree) -> Tree:
         """Broadcast values per group to their elements."""
         return jax.tree.map(lambda x: lanes.gather(x, self.group_of_lane), of_groups)
 
@@ -62,13 +66,13 @@ class Registers(reference.Layout):
 
 
 class Scratch(NamedTuple):
-    """VMEM for intermediate results of a block."""
+    """VMEM for intermediate results of a block: shapes and dtypes, or references."""
 
-    units: dict[str, Any]  # per slot, decoded old scales: [rows, 128]
-    scales: dict[str, Any]  # per slot, new scales in 32-bit words: [rows, 128]
-    values: dict[str, Any]  # per slot, new values of ROWS rows: [ROWS, width]
-    ends: dict[str, Any]  # per slot, partial reductions of its codec's spans: [n, ROWS, 128]
-    of_rows: Any = None  # values of block-wise operands per row: [rows, 128]
+    units: dict[str, PyTree]  # per slot, decoded old scales: [rows, 128]
+    scales: dict[str, PyTree]  # per slot, new scales in 32-bit words: [rows, 128]
+    values: dict[str, PyTree]  # per slot, new values of ROWS rows: [ROWS, width]
+    ends: dict[str, PyTree]  # per slot, partial reductions of its codec's spans: [n, ROWS, 128]
+    of_rows: Ref = None  # values of block-wise operands per row: [rows, 128]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +95,11 @@ class Kernel:
         of_rows = jax.ShapeDtypeStruct((blocks.block_rows, LANES), jnp.float32)
         registers = jax.ShapeDtypeStruct((ROWS, LANES), jnp.float32)
 
-        def units(codec: GroupCodec) -> Any:
+        def units(codec: GroupCodec) -> PyTree:
             scales = jax.ShapeDtypeStruct(of_rows.shape, codec.scale.dtype)
             return jax.eval_shape(codec.units, scales)
 
-        def ends(codec: GroupCodec) -> Any:
+        def ends(codec: GroupCodec) -> PyTree:
             several = blocks.width // (LANES * blocks.at_once)
             spans = jax.eval_shape(lambda x: [s.values for s in codec.spans(x)], registers)
             return [jax.ShapeDtypeStruct((several, *s.shape), s.dtype) for s in spans]
@@ -116,7 +120,7 @@ class Kernel:
         )
 
     def run(
-        self, scalars: Any, key: Any, lane_seeds: Any, read: Any, written: Any, scratch: Scratch
+        self, scalars: Ref, key: Ref, lane_seeds: Ref, read: Leaf, written: Leaf, scratch: Scratch
     ) -> None:
         """Step a block."""
         h = {name: scalars[j] for j, name in enumerate(self.names)}
@@ -135,7 +139,7 @@ class Kernel:
                     scales = scratch.scales[name][...].T[: self.blocks.block_groups]
                     ref[...] = scales.astype(ref.dtype)
 
-    def decode(self, read: Any, scratch: Scratch) -> None:
+    def decode(self, read: Leaf, scratch: Scratch) -> None:
         """Decode the scales of a block, and transpose its values per row, to scratch memory."""
         for (name, codec), ref in zip(self.codecs.items(), read.scales, strict=True):
             self.decode_scales(codec, ref, scratch.units[name])
@@ -143,7 +147,7 @@ class Kernel:
             shape = (LANES, self.blocks.block_rows)
             scratch.of_rows[...] = jnp.broadcast_to(read.of_block.rows[...], shape).T
 
-    def decode_scales(self, codec: GroupCodec, ref: Any, units: Any) -> None:
+    def decode_scales(self, codec: GroupCodec, ref: Ref, units: PyTree) -> None:
         """Decode the scales of a block, padded to 128 groups and not transposed, to `units`."""
         blocks = self.blocks
         result = codec.units(ref[...])
@@ -163,19 +167,19 @@ class Rows:
     block: tuple[jax.Array, jax.Array]  # indices of the block in the grid
     i: jax.Array  # index of these rows in the block, in units of ROWS
     h: Arrays  # hyperparameters
-    key: Any  # key of the random bits R
-    lane_seeds: Any  # C of a register's or a larger group's lanes, [1, lanes]
-    read: Any  # references to the operands, as a `Leaf`
-    written: Any  # references to the results, as a `Leaf`
+    key: Ref  # key of the random bits R
+    lane_seeds: Ref  # C of a register's or a larger group's lanes, [1, lanes]
+    read: Leaf  # references to the operands, as a `Leaf`
+    written: Leaf  # references to the results, as a `Leaf`
     scratch: Scratch  # references to scratch memory
 
     @property
-    def rows(self) -> Any:
+    def rows(self) -> Slice:
         """The slice of these rows in the block's arrays."""
         return pl.ds(pl.multiple_of(self.i * ROWS, ROWS), ROWS)
 
     @property
-    def repeated(self) -> Any:
+    def repeated(self) -> Slice:
         """The slice of these rows in values that repeat periodically over the rows."""
         period = self.read.of_block.columns.shape[0]
         if period == 1:
@@ -207,7 +211,7 @@ class Rows:
     def load(self, layout: Registers) -> Leaf:
         """Load a register of each array of the leaf, except its scales."""
 
-        def elements(ref: Any, register: jax.Array = layout.register) -> jax.Array:
+        def elements(ref: Ref, register: jax.Array = layout.register) -> jax.Array:
             return ref[self.rows, columns_of(register)]
 
         read, of_block = self.read, []
@@ -229,7 +233,7 @@ class Rows:
             return None
         first = self.block[0] * self.kernel.blocks.block_rows + self.i * ROWS
         places = self.kernel.blocks.coordinates(first, self.block[1])
-        return random.row_seeds(self.key[0], places)
+        return random.mix(random.counter(self.key[0], places))
 
     def seeds(self, layout: Registers) -> random.Seeds | None:
         """Return R of the elements and C of the lanes."""
@@ -250,7 +254,7 @@ class Rows:
         self.row_seeds  # noqa: B018 (cached here: a value of one loop cannot be used in the other)
 
         def body(j: jax.Array) -> None:
-            spans: dict[str, list[Any]] = {name: [] for name in kernel.codecs}
+            spans: dict[str, list[tuple[Span, ...]]] = {name: [] for name in kernel.codecs}
             for layout in self.registers_of(j):
                 leaf, columns = self.load(layout), layout.columns
                 bits = None
@@ -275,7 +279,7 @@ class Rows:
 
         self.every(body)
 
-    def reduced(self, spans: tuple[Any, ...]) -> jax.Array:
+    def reduced(self, spans: tuple[Span, ...]) -> jax.Array:
         """Reduce the registers of each group to one, and these to one of several groups."""
         of_two, per_group = spans[0].of_two, self.kernel.blocks.registers_per_group
         registers = [span.values for span in spans]
@@ -288,7 +292,7 @@ class Rows:
     def measure(self) -> reference.Measured:
         """Write the new scales, and return the divisors of the codes."""
         kernel, blocks = self.kernel, self.kernel.blocks
-        measured: dict[str, Any] = {}
+        measured: dict[str, tuple[jax.Array | None, PyTree]] = {}
         something = jnp.zeros((ROWS, LANES), jnp.float32)
         for i, (name, codec) in enumerate(kernel.codecs.items()):
             ends = []
@@ -334,7 +338,7 @@ def _byte(register: jax.Array, several: int) -> jax.Array:
     return register if several == 1 else lax.div(register, jnp.int32(several))
 
 
-def columns_of(register: jax.Array) -> Any:
+def columns_of(register: jax.Array) -> Slice:
     """Return the slice of a register along a row of a block."""
     return pl.ds(pl.multiple_of(register * LANES, LANES), LANES)
 

@@ -1,7 +1,7 @@
 """Views of a leaf's arrays for the TPU kernel, in XLA's layout, so that nothing is copied."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from optax_lowmem._src.arrays import numerics
 from optax_lowmem._src.arrays.block import Block, product
-from optax_lowmem._src.optim.step.leaf import Leaf
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.optim.step.plan import LeafPlan
+from optax_lowmem._src.optim.step.state import Array, Leaf
 from optax_lowmem._src.optim.step.tpu.lanes import LANES, ROWS, Blocks
 
 _USUAL = 16 << 20  # default limit in bytes of a kernel's VMEM, out of 128 MB (v5e, v6e)
@@ -24,10 +25,10 @@ _MOST_ROWS = 256  # maximum period of block-wise values over the rows
 class OfBlock(NamedTuple):
     """Block-wise values, factored into rows and columns; an element's value is their product."""
 
-    rows: Any  # one value per row, [1, rows], or None
+    rows: Array  # one value per row, [1, rows], or None
     # one value per column, [n, 1, columns], the same for n = 1 or per matrix; or values that repeat
     # after `period` rows, [1, period, columns]; or None
-    columns: Any
+    columns: Array
 
 
 def block_reason(block: Block, shape: tuple[int, ...]) -> str | None:
@@ -54,7 +55,7 @@ def _period(values: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
     return None
 
 
-def bytes_of(*trees: Any) -> int:
+def bytes_of(*trees: PyTree) -> int:
     """Return the total bytes per element of arrays of equal shape."""
     return sum(x.dtype.itemsize for x in jax.tree.leaves(trees))
 
@@ -73,7 +74,7 @@ def blocks_of(plan: LeafPlan, leaf: Leaf, moving: int, elements: int) -> Blocks:
     )  # fmt: skip
 
 
-def compiler_params(blocks: Blocks, moving: int, scratch: Any) -> pltpu.CompilerParams:
+def compiler_params(blocks: Blocks, moving: int, scratch: PyTree) -> pltpu.CompilerParams:
     """Return compiler parameters, which raise the limit of VMEM only if the blocks need it.
 
     `moving` are the bytes per element of operands and results.
@@ -86,7 +87,7 @@ def compiler_params(blocks: Blocks, moving: int, scratch: Any) -> pltpu.Compiler
     )
 
 
-def in_hbm(arrays: list[jax.Array], interpret: Any) -> list[jax.Array]:
+def in_hbm(arrays: list[jax.Array], interpret: bool) -> list[jax.Array]:
     """Pin the operands in HBM, since XLA might otherwise copy them to VMEM first.
 
     It would also copy results that are written in place back, and allocate memory for the copies.
@@ -130,7 +131,7 @@ def _scale_spec(blocks: Blocks) -> pl.BlockSpec:
     return pl.BlockSpec((None, groups, rows), lambda i, j: (lax.div(i, each), j, lax.rem(i, each)))
 
 
-def _block_values(plan: LeafPlan, operands: Any) -> OfBlock | None:
+def _block_values(plan: LeafPlan, operands: PyTree) -> OfBlock | None:
     if plan.block is None or operands is None:
         return None
     rows, columns = [], []
