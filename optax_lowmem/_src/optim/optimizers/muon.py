@@ -32,7 +32,7 @@ from optax_lowmem._src.optim.optimizers.newton_schulz import (
     Coefficients,
     polar_factors,
 )
-from optax_lowmem._src.optim.optimizers.schedule import at_count, optimizer
+from optax_lowmem._src.optim.step.engine import at_count, optimizer
 from optax_lowmem._src.optim.step.matrix_axes import Dimensions, Matrices, MatrixAxes
 from optax_lowmem._src.optim.step.rule import MatrixRule, Slot, UpdateRule
 from optax_lowmem._src.optim.step.storage import Storage
