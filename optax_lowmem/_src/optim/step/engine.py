@@ -392,16 +392,12 @@ def _hyperparameters_at(
     elif weight_decay is not None:
         decay = as_f32("weight_decay", weight_decay)
         h["decay"] = decay * (lr if peak is None else jnp.where(peak > 0, lr / peak, 0))
-    if momentum is not None:
-        return {**h, **_feedback_at(momentum, lr)}
+    if momentum is not None:  # of `reference.feed_back`
+        b = as_f32("momentum", momentum)
+        share = complement("momentum", momentum) / jnp.maximum(b, LEAST)
+        h["feedback"] = jnp.where(b > 0, share, 0)
+        h["feedback_rate"] = jnp.maximum(lr, LEAST)
     return h
-
-
-def _feedback_at(momentum: Scalar, lr: jax.Array) -> Arrays:
-    """Return the hyperparameters of `reference.feed_back`."""
-    b = as_f32("momentum", momentum)
-    share = jnp.where(b > 0, complement("momentum", momentum) / jnp.maximum(b, LEAST), 0)
-    return {"feedback": share, "feedback_rate": jnp.maximum(lr, LEAST)}
 
 
 def _checked(
