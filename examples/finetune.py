@@ -9,7 +9,8 @@ A line of the data is {"text": "..."} or {"messages": [{"role": "user", "content
 a chat, the loss is that of the assistant's answers. --out is a folder with the log (JSON lines), a
 plot of the losses, checkpoints, and at the end the model, which transformers loads.
 
-SIGTERM and Ctrl-C save a checkpoint and stop; SIGUSR1 saves one and goes on.
+Without --save-every, a checkpoint is saved every ten minutes. SIGTERM and Ctrl-C save one and stop;
+SIGUSR1 saves one and goes on.
 """
 
 try:
@@ -33,14 +34,14 @@ try:
     from _finetune import arguments, memory, output
     from _finetune.setup import Setup, make_setup
     from _gpt import arguments as shared
-    from _gpt.arguments import INTERRUPTED, OUT_OF_MEMORY
+    from _gpt.arguments import OUT_OF_MEMORY
     from _gpt.train import check_implementation
     from _llama import huggingface
-    from _llama.config import PLAIN, SPLIT, WEIGHTS, Settings
+    from _llama.config import ON_DEVICE, PLAIN, SPLIT, WEIGHTS, Settings
     from _llama.model import Llama, Packed, joined, leaf_path, part
     from _llama.optimizer import weights_dtype
     from _llama.texts import Rows, Texts, batch_rows
-    from _llama.train import offloaded, released
+    from _llama.train import layered, offloaded, released
     from jax.sharding import SingleDeviceSharding
 
     import optax_lowmem as lowmem
@@ -53,6 +54,8 @@ except KeyboardInterrupt:
     raise SystemExit(130) from None
 
 _MOST_SKIPPED = 10  # steps in succession
+_LEAST_COPIED = 2**16  # bytes of an array of a frozen layer that is kept in host memory
+_SAVE_SECONDS = 600.0  # between checkpoints, without --save-every
 _LESS = "a shorter --sequence, --release, or --lora q_proj,v_proj (the least)"
 say = partial(print, flush=True)
 parse_arguments = partial(arguments.parse_arguments, __doc__)
@@ -98,8 +101,8 @@ def _released(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
     take_step = released(model, tx, settings)
 
     def step(trained: Any, frozen: Any, state: Any, batch: Packed) -> tuple[Any, ...]:
-        del frozen
-        loss, trained, state = take_step(trained, state, batch)
+        more = (frozen,) if settings.offload else ()
+        loss, trained, state = take_step(trained, state, batch, *more)
         return trained, state, loss, jnp.float32(jnp.nan)
 
     if settings.offload:
@@ -110,7 +113,7 @@ def _released(model: Llama, tx: Any, settings: Settings) -> Callable[..., Any]:
 def start(setup: Setup, weights: Any) -> tuple[Any, Any, Any]:
     """Return trained weights, frozen weights and the optimizer's state."""
     model, tx = setup.model, setup.tx
-    if setup.settings.offload == WEIGHTS:
+    if setup.settings.offload == WEIGHTS and model.lora is None:
         return weights, {}, None
     if model.lora is None:
         trained = part(weights, lambda path: not setup.is_frozen(path))
@@ -125,6 +128,17 @@ def start(setup: Setup, weights: Any) -> tuple[Any, Any, Any]:
     return trained, frozen, state
 
 
+def moved(setup: Setup, trained: Any, frozen: Any, state: Any) -> tuple[Any, Any, Any]:
+    """Return these where the step takes them; a state of None is a new one."""
+    model, tx, settings = setup.model, setup.tx, setup.settings
+    if model.lora is None or not settings.offload:
+        trained, state = offloaded(model, tx, settings, trained, state)
+        return trained, frozen, state
+    stages = layered(model)
+    state = release.offload(tx, stages, trained, state, memory_kind=ON_DEVICE)
+    return trained, release.offload_weights(stages, frozen, min_bytes=_LEAST_COPIED), state
+
+
 def compile_step(setup: Setup, micro_batches: int) -> Any:
     """Compile the step, from shapes."""
     settings = dataclasses.replace(setup.settings, accumulate=micro_batches)
@@ -134,7 +148,8 @@ def compile_step(setup: Setup, micro_batches: int) -> Any:
         return jax.jit(step, donate_argnums=(0, 2)).lower(*like, setup.batch).compile()
     here = SingleDeviceSharding(jax.local_devices()[0])
     trained = jax.tree.map(lambda w: w.update(sharding=here), like[0])
-    step.compile(*offloaded(setup.model, setup.tx, settings, trained, None), setup.batch)
+    trained, frozen, state = moved(setup, trained, like[1], None)
+    step.compile(trained, state, setup.batch, frozen)
     return step
 
 
@@ -193,12 +208,12 @@ class Run:
         output.log(self.args.out, step=self.step, **row)
 
     def save(self) -> None:
-        """Save a checkpoint; the two newest are kept."""
+        """Save a checkpoint; only the newest is kept."""
         folder, tx = self.args.out / output.CHECKPOINTS, self.setup.tx
         if checkpoint.latest_step(folder) == self.step:
             return
         with output.one_error(f"the checkpoint of step {self.step} was not saved in {folder}"):
-            checkpoint.save(folder, tx, self.trained, self.state, self.step, keep=2)
+            checkpoint.save(folder, tx, self.trained, self.state, self.step, keep=1)
 
     def batch(self) -> Packed:
         """Return the rows of the next step; the loss of a micro-batch is its share of the mean."""
@@ -272,7 +287,9 @@ class Run:
         """(trained, frozen, batch) -> the weighted sum of losses."""
         model = self.setup.model
         if self.args.offload == WEIGHTS:
-            return lambda trained, frozen, batch: self.take_step.loss(trained, self.state, batch)
+            return lambda trained, frozen, batch: self.take_step.loss(
+                trained, self.state, batch, frozen
+            )
         return jax.jit(lambda trained, frozen, batch: model(joined(trained, frozen), batch))
 
 
@@ -298,6 +315,8 @@ def prepare(args: argparse.Namespace) -> Run:
             "`hf download NAME --local-dir FOLDER`"
         )
     first, of_run = output.begin(args)
+    if args.resume and not first:
+        say(f"no checkpoint in {args.out}: the run begins at step 0")
     shape = huggingface.read_shape(args.model, say)
     texts = Texts(args.model, shape.vocab)
     rows, held_out = read_rows(args, texts)
@@ -305,23 +324,23 @@ def prepare(args: argparse.Namespace) -> Run:
     setup = make_setup(args, shape, -(-total // args.batch))
     micro_batches, step = fit(setup, args.micro_batch or of_run)
     of_trained, *_ = jax.eval_shape(partial(start, setup), setup.weights)
-    streams = args.offload == WEIGHTS
-    load = huggingface.load_in_turn if streams else huggingface.load
+    load = huggingface.load_in_turn if args.offload == WEIGHTS else huggingface.load
     trained, frozen, state = start(setup, load(args.model, setup.model, setup.dtype))
     here = SingleDeviceSharding(jax.local_devices()[0])
     there = here.with_memory_kind("pinned_host")
+    streams = args.offload == WEIGHTS and not args.lora  # trained weights
     if args.offload and not streams:  # on the device for which the step was compiled
         trained = jax.device_put(trained, here)
     if first:
         del trained, state
-        places = there if args.offload else None
+        places = (here if args.lora else there) if args.offload else None
         like = jax.tree.map(lambda p: p.update(sharding=there if streams else None), of_trained)
         trained, state = checkpoint.restore(
             args.out / output.CHECKPOINTS, setup.tx, like, step=first, shardings=places
         )
     else:
         output.write_run(args, args.batch // micro_batches)
-    trained, state = offloaded(setup.model, setup.tx, setup.settings, trained, state)
+    trained, frozen, state = moved(setup, trained, frozen, state)
     report = lowmem.memory.report(setup.tx, of_trained)
     say(
         f"{args.model.name}: {report.parameters / 1e6:,.1f}M trained parameters, {args.optimizer}, "
@@ -350,6 +369,7 @@ def train(run: Run) -> None:
 def take_steps(run: Run, progress: Any, received: set[int]) -> None:
     """Take the steps; raise KeyboardInterrupt, with a checkpoint saved, if a signal says so."""
     args, last = run.args, min(run.args.until or run.steps, run.steps)
+    saved = time.monotonic()
     task = progress.add_task("", total=last, completed=run.step, now="")
 
     def evaluate() -> None:
@@ -367,11 +387,15 @@ def take_steps(run: Run, progress: Any, received: set[int]) -> None:
             say(f"step {run.step}/{run.steps}  {now}{'  skipped' * row.get('skipped', False)}")
         if run.step % args.evaluate_every == 0 or run.step == run.steps:
             evaluate()
-        due = args.save_every and run.step % args.save_every == 0
+        if args.save_every:
+            due = run.step % args.save_every == 0
+        else:
+            due = time.monotonic() - saved >= _SAVE_SECONDS
         if due or received or run.step == last:
             run.save()
-        if received - {signal.SIGUSR1}:
-            raise KeyboardInterrupt
+            saved = time.monotonic()
+        if stopping := received - {signal.SIGUSR1}:
+            raise KeyboardInterrupt(max(stopping))
         received.clear()
 
 
@@ -403,8 +427,9 @@ def masters_on_host(trained: Any, state: Any) -> Any:
 def export(run: Run) -> None:
     """Write the model, and its adapters if it has some."""
     args, model, trained = run.args, run.setup.model, release.stacked(run.trained)
-    if not args.offload and (model.lora or args.dtype == "float32" or not run.setup.is_bf16):
-        trained = masters_on_host(trained, run.state)
+    is_wide = args.dtype == "float32" or not run.setup.is_bf16
+    if model.lora or (is_wide and not args.offload):
+        trained = masters_on_host(trained, release.stacked(run.state))
     if model.lora is not None:
         huggingface.save_adapters(args.out / output.ADAPTER, args.model, model, trained)
     huggingface.save(args.out / output.MODEL, args.model, model, trained, args.dtype)
@@ -426,11 +451,12 @@ def main(arguments: list[str] | None = None) -> Run:
         say(output.contents(args.out))
     except (OSError, ValueError, MemoryError) as error:
         raise SystemExit(str(error)) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         step = checkpoint.latest_step(args.out / output.CHECKPOINTS) if run else None
         where = f"continue from step {step} with --resume" if step else "nothing was saved"
         print(f"stopped; {where}", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+        (number,) = error.args or (signal.SIGINT,)
+        raise SystemExit(128 + number) from None
     except jax.errors.JaxRuntimeError as error:
         if not shared.is_out_of_memory(error):
             raise

@@ -97,7 +97,7 @@ def cap_of(model: str, flags: dict[str, Any]) -> str:
 def table(rows: Rows) -> Table:
     """Each run: its limit, peak and speed, what it copies, and what PCIe 4 would take for that."""
     head = ["model", "sequences of 2,048", "tokens a step", "limit, GiB", "peak, GiB", "tokens/s",
-            "s per step", "loss", "copied to the GPU, GiB", "PCIe 4 x16, s (computed)"]  # fmt: skip
+            "s per step", "copied to the GPU, GiB", "PCIe 4 x16, s"]  # fmt: skip
     cases: dict[str, Rows] = {}
     for row in records.select(rows, bench="train"):
         words = row["case"].partition("/")[0].split()
@@ -122,8 +122,8 @@ def table(rows: Rows) -> Table:
             model, name, f"{tokens:,}",
             cell(limit, "{:.1f}", GIB) if limit else cap_of(model, flags),
             cell(of.get("peak_bytes"), "{:.2f}", GIB), cell(of.get("tokens_per_s"), "{:,.0f}"),
-            cell(of.get("step_ms"), "{:.2f}", 1e3), cell(of.get("train_loss"), "{:.2f}"),
-            f"{copied / GIB:.1f}", f"{copied / PCIE_4:.1f}",
+            cell(of.get("step_ms"), "{:.2f}", 1e3), f"{copied / GIB:.1f}",
+            f"{copied / PCIE_4:.1f}",
         ])  # fmt: skip
         used += own
     return head, body, used

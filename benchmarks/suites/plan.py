@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import io
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -261,11 +262,13 @@ def fits(rows: Rows) -> str:
         for config in MODELS.values():
             budget = int(plan.USABLE * card * GIB)
             found = plan.plan_decoder(plan.decoder(config), "flash_adamw", budget, SEQUENCE, LORA)
-            *whole, in_bf16, in_4_bits = found.modes
-            best = next((mode for mode in whole if mode.batch), None)
-            host = f" ({best.host / GIB:.0f})" if best and best.host else ""
-            batches = [f"{best.name}, {best.batch}{host}" if best else "no"]
-            batches += [str(mode.batch) if mode.batch else "no" for mode in (in_bf16, in_4_bits)]
+            *whole, lora, qlora, lora_stream, qlora_stream = found.modes
+            batches = []
+            for modes in (whole, (lora, lora_stream), (qlora, qlora_stream)):
+                best = next((mode for mode in modes if mode.batch), None)
+                name = f"{best.name}, " if best in whole else ""
+                host = f" ({best.host / GIB:.0f})" if best and best.host else ""
+                batches.append(f"{name}{best.batch}{host}" if best else "no")
             cells.append(" / ".join(batches))
         body.append([f"{card} GB", *cells])
     return markdown(head, body)
@@ -282,7 +285,7 @@ def printed(card: str) -> Any:
             (Path(place) / folder / "config.json").write_text(json.dumps(MODELS["8B"]))
             with contextlib.chdir(place):
                 plan.main(["--params", folder, "--gpu", card])
-        command = f"$ python -m optax_lowmem.plan --params {folder} --gpu {card}"
+        command = f"$ python -m optax_lowmem.plan --params {folder} --gpu {shlex.quote(card)}"
         return f"```\n{command}\n{out.getvalue()}```\n"
 
     return text
@@ -291,5 +294,5 @@ def printed(card: str) -> Any:
 TABLES = {
     "fits": fits,
     "plan": Rendered(comparison, "plan"),
-    "plan_8b_24": printed("24GiB"),
+    "plan_8b_24": printed("RTX 4090"),
 }

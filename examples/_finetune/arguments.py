@@ -77,7 +77,7 @@ def parse_arguments(description: str, arguments: list[str] | None = None) -> arg
     add("--offload", nargs="?", choices=(STATE, WEIGHTS), const=STATE,
         help="--release with the optimizer's state in host memory (the default if no value is "
         "given), or weights and state, copied layer by layer, and micro-batches of one "
-        "row")  # fmt: skip
+        "row; with --lora, the frozen weights alone")  # fmt: skip
     add("--lora", type=checked(plan.lora_names), metavar="NAMES",
         help="train adapters of these matrices: q_proj,v_proj or all-linear")  # fmt: skip
     add("--rank", type=positive, default=16, help="of adapters (16)")
@@ -89,8 +89,10 @@ def parse_arguments(description: str, arguments: list[str] | None = None) -> arg
         help="regular expression on paths such as layers/0/mlp/up_proj/kernel")  # fmt: skip
     add("--print-every", type=positive, default=10, metavar="N", help="steps (10)")
     add("--evaluate-every", type=positive, default=50, metavar="N", help="steps (50)")
-    add("--save-every", type=positive, metavar="N", help="steps between checkpoints")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add("--save-every", type=positive, metavar="N",
+        help="steps between checkpoints, of which the newest is kept (ten minutes)")  # fmt: skip
+    add("--resume", action="store_true",
+        help="go on from the checkpoint in --out; without one, begin at step 0")  # fmt: skip
     add("--until", type=positive, metavar="STEP", help="stop here, to resume later")
     add("--prompt", action="append", default=[], help="generate from it before and after training")
     add("--tokens", type=positive, default=64, help="to generate (64)")
@@ -115,16 +117,17 @@ def parse_arguments(description: str, arguments: list[str] | None = None) -> arg
     )
     if args.base and not args.lora:
         parser.error(f"--base {args.base} is for frozen weights: add --lora all-linear")
+    streams = args.offload == WEIGHTS
     whole = not args.offload and args.micro_batch not in (None, args.batch)
     for one, other, given in (
         ("lora", "--freeze", args.freeze),
-        ("release", "--lora", args.lora),
+        ("lora", "--release, but for --offload weights", args.release and not streams),
         ("release", "--freeze", args.freeze),
         ("release", "--skip-nonfinite", args.skip_nonfinite),
         ("release", f"--optimizer {PLAIN}", args.optimizer == PLAIN),
         ("release", "--micro-batch without --offload", whole),
-        ("prompt", "--offload weights", args.offload == WEIGHTS),
-        ("offload", "--dtype float32", args.dtype == "float32"),
+        ("prompt", "--offload weights", streams),
+        ("offload", "--dtype float32", args.dtype == "float32" and not args.lora),
         ("weight_decay", f"--optimizer {args.optimizer}", no_decay),
     ):
         if getattr(args, one) and given:

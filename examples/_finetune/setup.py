@@ -94,7 +94,7 @@ def make_setup(args: argparse.Namespace, shape: Shape, steps: int) -> Setup:
     else:
         model = dataclasses.replace(model, stacked=False)
     is_bf16 = {t.dtype.name for t in huggingface.tensors_of(args.model).values()} == {"bfloat16"}
-    if args.offload == WEIGHTS and not is_bf16:
+    if args.offload == WEIGHTS and lora is None and not is_bf16:
         raise ValueError("--offload weights needs a folder whose weights are bf16: use --offload")
     return Setup(args, settings, schedule, model, tx, is_frozen, is_bf16)
 

@@ -62,14 +62,18 @@ def out_of_memory(
     return f"{settings.optimizer}: out of memory: {why}\n{message}"
 
 
+def _size(number: float) -> str:
+    return f"{number / GIB:.3f} GiB" if number >= GIB / 10 else f"{number / 2**20:.3f} MiB"
+
+
 def summary(found: dict[str, float]) -> str:
     """The numbers in lines."""
     more = f"   MFU {found['mfu']:.1%}" if "mfu" in found else ""
-    peak = f"; at most {found['peak_bytes'] / GIB:.3f} GiB" if "peak_bytes" in found else ""
+    peak = f"; at most {_size(found['peak_bytes'])}" if "peak_bytes" in found else ""
     return (
         f"training loss {found['train_loss']:.4f}   {found['tokens_per_s']:,.0f} tokens/s   "
         f"{found['step_ms']:.1f} ms a step{more}\n"
         f"{found['bytes_per_param']:.3f} bytes per parameter of weights and state, "
-        f"{found['device_bytes'] / GIB:.3f} GiB a device"
+        f"{_size(found['device_bytes'])} per device"
         f"{peak + ' with gradients and activations' if peak else ''}"
     )

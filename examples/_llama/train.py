@@ -79,11 +79,15 @@ def make_program(settings: Settings) -> Program:
     mesh, tx = meshes.make_mesh(settings), make_optimizer(settings)
     of_batch = NamedSharding(mesh, meshes.BATCH)
     here = SingleDeviceSharding(mesh.devices.flat[0])  # of offloaded runs
+
+    def constrain(x: jax.Array) -> jax.Array:
+        return x if settings.offload else jax.lax.with_sharding_constraint(x, of_batch)
+
     model = Llama(
         settings.shape,
         settings.compute,
         choose.attention(settings),
-        constrain=lambda x: x if settings.offload else jax.lax.with_sharding_constraint(x, of_batch),
+        constrain=constrain,
         dot_general=LINEARS[settings.linear],
         activations=choose.activations(settings),
         stacked=choose.stacked(settings),

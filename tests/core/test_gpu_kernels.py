@@ -13,7 +13,6 @@ from optax_lowmem._src.arrays.block import Factors
 from optax_lowmem._src.kernels import gpu_triton, group_codec, platform
 from optax_lowmem._src.layers import quantized_matmul as matmul
 from optax_lowmem._src.layers.fp8_flow import fp8_kernel
-from optax_lowmem._src.layers.fp8_flow import gate as fp8_gate
 from optax_lowmem._src.layers.fp8_flow import kernels as fp8
 from optax_lowmem._src.layers.fp8_flow import norm as fp8_norm
 from optax_lowmem._src.layers.fp8_flow.storage import ArrayFunction, Recipe
@@ -94,8 +93,8 @@ def quantized(to, dtype):
 
 def of_function(dtype):
     """A norm's and a gate's codes in both layouts, and maxima where nothing is stored."""
-    own = fp8_norm._Norm(Recipe(), 1e-6), fp8_gate._Gate(Recipe(), "silu")
-    normed, gated = map(ArrayFunction, (fp8_norm._scaled, fp8_gate._value), own)
+    own = fp8_norm._Norm(Recipe(), 1e-6), "silu"
+    normed, gated = map(ArrayFunction, (fp8_norm._scaled, fp8.gated), own)
     static = dict(group_size=16, exact=True, backend="triton", keep=False)
 
     def run(x, scale, inverse, absmax):

@@ -175,13 +175,23 @@ def test_the_report_of_arrays_is_that_of_their_shapes():
             "0.602 GiB; the same optimizer, uncompressed, on f32 weights: 1.391 GiB",
         ),
         (optax.adamw(1e-3), None),
-        (optax.chain(lowmem.flash_adamw(1e-3)), None),  # a closure: which one cannot be told
+        (
+            optax.chain(lowmem.flash_adamw(1e-3)),  # a closure: which one cannot be told
+            "not compared: no optax optimizer is known to correspond to this one; pass baseline=, "
+            "or use lowmem.chain in place of optax.chain",
+        ),
     ],
     ids=["adamw", "adam", "chain", "stable", "optax's own", "hidden"],
 )
 def test_the_counterpart_is_compared_by_itself(tx, said):
     compared = [line for line in str(report(tx, gpt2_124m())).splitlines() if "; " in line]
     assert compared == ([] if said is None else [said])
+
+
+def test_a_report_has_one_unit():
+    """Also where only the comparison reaches a tenth of a MiB."""
+    text = str(report(lowmem.flash_adamw(1e-3), {"w": jnp.ones((64, 256))}))
+    assert text.split()[0] == "MiB" and "0.097 MiB; optax.adamw on f32 weights: 0.188 MiB" in text
 
 
 @pytest.mark.parametrize("name", lowmem.OPTIMIZERS)

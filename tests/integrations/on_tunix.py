@@ -1,4 +1,4 @@
-"""tunix's `PeftTrainer` on a small Llama: full training, accumulation, FSDP, resume."""
+"""tunix's `PeftTrainer` on a small Llama: full training, accumulation, FSDP, resume; DPO, GRPO."""
 
 import common  # isort: skip
 
@@ -7,6 +7,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
+import on_tunix_rl
 import optax
 from flax import nnx
 from tunix.models.llama3 import model as llama
@@ -85,3 +86,4 @@ def resumes():
 if __name__ == "__main__":
     common.compare("google-tunix", train)
     resumes()
+    on_tunix_rl.main()

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_lowmem._src.arrays.groups import Tile
 from optax_lowmem._src.layers import quantized_matmul as matmul
-from optax_lowmem._src.layers.fp8_flow import fp8_kernel, gate, kernels, norm
+from optax_lowmem._src.layers.fp8_flow import fp8_kernel, kernels, norm
 from optax_lowmem._src.layers.fp8_flow.storage import ArrayFunction, Recipe
 from optax_lowmem._src.layers.quantized_matmul import E4M3, E5M2, Quantized
 from optax_lowmem.layers import fp8_flow
@@ -113,7 +113,7 @@ def raw_of(codes):
 
 
 NORMED = ArrayFunction(norm._scaled, norm._Norm(Recipe(), EPS))
-GATED = ArrayFunction(gate._value, gate._Gate(Recipe(), "silu"))
+GATED = ArrayFunction(kernels.gated, "silu")
 
 
 def compare_of_function(shape, dtype, backend):

@@ -91,14 +91,17 @@ def test_signals(finetune, folder, trained, tmp_path, monkeypatch):
             signal.raise_signal(sent)
         return advance(run)
 
-    before = signal.getsignal(signal.SIGTERM)
+    def recorded(run):
+        saved.append(run.step)
+        save(run)
+
+    before, saved, save = signal.getsignal(signal.SIGTERM), [], finetune.Run.save
     with monkeypatch.context() as patched, pytest.raises(SystemExit) as stopped:
         patched.setattr(finetune.Run, "advance", signalled)
+        patched.setattr(finetune.Run, "save", recorded)
         finetune.main(flags(folder, tmp_path))
-    assert stopped.value.code == finetune.INTERRUPTED
-    assert sorted(
-        int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()
-    ) == [3, 6]
+    assert stopped.value.code == 143 and saved == [3, 6]
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()] == ["6"]
     assert signal.getsignal(signal.SIGTERM) == before
     with pytest.raises(SystemExit, match="has a run at step 6: add --resume"):
         finetune.main(flags(folder, tmp_path))
@@ -247,7 +250,7 @@ def test_what_fits_a_budget(finetune, folder, tmp_path, monkeypatch):
         return finetune.make_setup(args, finetune.huggingface.read_shape(folder), 1)
 
     def chosen(size, more=""):
-        number, step = finetune.fit(setup(f"--budget {size / 1e6:.6f}MB {more}"), None)
+        number, step = finetune.fit(setup(f"--budget {size / 2**20}MB {more}"), None)
         assert planned(step) == sizes[number]
         return number
 
@@ -259,13 +262,25 @@ def test_what_fits_a_budget(finetune, folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"--micro-batch 1 needs 0.00 GiB, and .* --lora"):
         chosen(sizes[4] - 1)
     with pytest.raises(ValueError, match="--batch 4 --micro-batch 2 needs"):
-        finetune.fit(setup(f"--budget {sizes[4] / 1e6:.6f}MB"), 2)
+        finetune.fit(setup(f"--budget {sizes[4] / 2**20}MB"), 2)
 
 
-def test_resumed_with_the_micro_batches_that_it_was_begun_with(finetune, folder, tmp_path):
-    finetune.main(flags(folder, tmp_path, "--micro-batch 2 --until 1"))
+def test_resumed_with_the_micro_batches_that_it_was_begun_with(
+    finetune, folder, tmp_path, capsys, monkeypatch
+):
+    """Saved in time; where there is no checkpoint, that is said."""
+    saved = []
+    with monkeypatch.context() as patched:
+        patched.setattr(finetune, "_SAVE_SECONDS", 0.0)
+        patched.setattr(finetune.Run, "save", lambda run: saved.append(run.step))
+        finetune.main(flags(folder, tmp_path, "--micro-batch 2 --until 2"))
+    assert saved == [1, 2]
+    finetune.main(flags(folder, tmp_path, "--micro-batch 2 --until 1 --resume"))
+    begins = f"no checkpoint in {tmp_path}: the run begins at step 0"
+    assert begins in capsys.readouterr().out.splitlines()
     args = finetune.parse_arguments(flags(folder, tmp_path, "--resume"))
-    assert finetune.prepare(args).micro_batches == 2
+    run = finetune.prepare(args)
+    assert (run.step, run.micro_batches) == (1, 2) and begins not in capsys.readouterr().out
 
 
 def test_commands_that_the_planner_prints(finetune, folder, capsys):
@@ -273,8 +288,8 @@ def test_commands_that_the_planner_prints(finetune, folder, capsys):
     sizes = plan.decoder(json.loads((folder / "config.json").read_text()))
     adapters = ("q_proj", "v_proj"), 16
     for mode in plan.plan_decoder(sizes, "flash_adamw", 0, 2048, adapters).modes:
-        megabytes = (mode.total_bytes(1) + 1) / plan.USABLE / 1e6
-        plan.main(["--params", str(folder), "--gpu", f"{megabytes:.6f}MB"])
+        mebibytes = (mode.total_bytes(1) + 1) / plan.USABLE / 2**20
+        plan.main(["--params", str(folder), "--gpu", f"{mebibytes}MiB"])
         printed = capsys.readouterr().out
         command, name = printed.splitlines()[-1].split(), re.search(r"Recommended: (\w+)", printed)
         args = finetune.parse_arguments(command[2:])

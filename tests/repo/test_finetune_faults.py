@@ -47,6 +47,7 @@ pytestmark = pytest.mark.usefixtures("finetune")
         ("--batch 8 --micro-batch 3", "--batch 8 is no multiple of --micro-batch 3"),
         ("--release --micro-batch 1", "--release does not go with --micro-batch without --offload"),
         ("--release --skip-nonfinite", "--release does not go with --skip-nonfinite"),
+        ("--lora q_proj --offload", "--lora does not go with --release, but for --offload weights"),
         ("--lora q_proj --freeze embed", "--lora does not go with --freeze"),
         ("--base nf4", "--base nf4 is for frozen weights: add --lora all-linear"),
     ],

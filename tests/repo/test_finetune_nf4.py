@@ -57,3 +57,22 @@ def test_layers_apart_are_the_stacked_ones(finetune, wide):
 def test_a_model_without_whole_blocks(finetune, folder, tmp_path):
     with pytest.raises(SystemExit, match=r"w has the shape \[16, 24\].* multiple of 64"):
         finetune.main(flags(folder, tmp_path, "--lora q_proj --base nf4"))
+
+
+def test_a_base_on_the_host(finetune, wide, tmp_path, monkeypatch):
+    """Its adapters are those beside a base on the device, up to f32 rounding; also resumed."""
+    monkeypatch.setattr(finetune, "_LEAST_COPIED", 0)
+    more = "--lora q_proj,up_proj --rank 2 --base nf4 --clip 0 --steps 4 --micro-batch 4"
+    here, there = tmp_path / "here", tmp_path / "there"
+    finetune.main(flags(wide, here, more))
+    more += " --offload weights --resume"
+    finetune.main(flags(wide, there, f"{more} --until 2"))
+    run = finetune.main(flags(wide, there, more))
+    codes = run.frozen["layers"]["mlp"]["gate_proj"]["kernel"].codes
+    assert [x.sharding.memory_kind for x in codes.parts] == ["pinned_host"] * 2
+    for name in ("loss", "validation_loss"):
+        assert losses(there, name) == pytest.approx(losses(here, name), rel=1e-5)
+    for file in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
+        wanted = weights_of(here / file)
+        for name, found in weights_of(there / file).items():
+            np.testing.assert_allclose(*map(np.float32, (found, wanted[name])), 2**-7, 1e-5)

@@ -25,3 +25,12 @@ def test_are_short_and_listed():
     for name in NAMES:
         assert len((GALLERY / f"{name}.py").read_text("utf-8").splitlines()) <= 65, name
         assert f"gallery/{name}.py)" in page, name
+
+
+def test_bytes_of_pi0(monkeypatch):
+    monkeypatch.syspath_prepend(str(GALLERY))
+    openpi = importlib.import_module("openpi")
+    page = (DOCS / "tutorials/gallery.md").read_text("utf-8")
+    for name, frozen in ("everything", ""), ("all but Gemma", openpi.GEMMA):
+        row = "| {} | {:.1f} GiB | {:.1f} GiB |".format(name, *openpi.planned(frozen))
+        assert row in page

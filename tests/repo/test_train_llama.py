@@ -66,7 +66,7 @@ def test_as_a_user_runs_it(tmp_path):
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert 5.0 < rows[0]["loss"] < 7.0  # log(256) = 5.5 and what the untrained logits add
     assert rows[-1]["loss"] < 3.0  # letter frequencies alone give about 3.3
-    assert "0.2M parameters, flash_adamw" in done.stdout and "tokens/s" in done.stdout
+    assert "0.2M parameters, flash_adamw" in done.stdout and "MiB per device" in done.stdout
     found = [json.loads(line) for line in records.read_text().splitlines()]
     assert {r["case"] for r in found} == {"llama-tiny/flash_adamw"}
     value = {r["metric"]: r["value"] for r in found}

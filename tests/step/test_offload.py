@@ -147,7 +147,7 @@ def test_a_step_holds_the_weights_of_three_layers_and_copies_them_back(monkeypat
 def test_an_embedding_is_not_read_by_its_backward_pass():
     tx, params = make("flash_lion"), weights()
     step = release.train_step(tx, MODEL, offload=True)
-    run = step._begin(params, release.offload(tx, MODEL, params), batches()[0], 1)
+    run = step._begin(params, release.offload(tx, MODEL, params), batches()[0], None, 1)
     names = sorted(params.keys() - {"layers"})
     assert [names[at] for at in run.programs.schedule.reading[0]] == ["embed"]
     assert run.programs.pulling == []

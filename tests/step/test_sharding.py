@@ -276,7 +276,9 @@ def test_through_wrappers(wrapper):
 
 def test_by_default_where_the_parameters_are():
     the_mesh = mesh_of(x=4, y=2)
-    params = jax.device_put({"w": jnp.ones((64, 256))}, NamedSharding(the_mesh, P("x", "y")))
+    params = jax.device_put(
+        {"w": jnp.ones((64, 256), jnp.bfloat16)}, NamedSharding(the_mesh, P("x", "y"))
+    )
     assert state_shardings(lowmem.flash_lion(1e-3), params).mu["w"].spec == P("x", "y")
 
 
@@ -285,7 +287,7 @@ def test_boxes_of_linen(rules):
     names = ("x", "y") if rules is None else ("embed", "mlp")
     layer = linen.Dense(256, kernel_init=linen.with_partitioning(linen.initializers.ones, names))
     params = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((1, 64)))["params"]
-    tx = lowmem.flash_adamw(1e-3)
+    tx = lowmem.flash_adamw(1e-3, storage=lowmem.Storage(None))
     of_state = state_shardings(tx, params, mesh=mesh_of(x=4, y=2), rules=rules)
     assert of_state.mu["kernel"].spec == of_state.mu_scale["kernel"].spec == P("x", "y")
     assert of_state.mu["bias"].spec == P(None)
@@ -352,6 +354,20 @@ def test_what_is_missing():
         state_shardings(tx, params, {"w": P("x")})
     with pytest.raises(ValueError, match=r"missing \['w'\], extra \['v'\]"):
         state_shardings(tx, params, {"v": P("x")}, mesh=mesh_of(x=4))
+
+
+def test_corrections_of_weights_in_f32():
+    """Those that `lowmem.init` makes would be replicated: a warning says so."""
+    in_f32, split = {"w": jnp.ones((64, 256))}, lowmem.flash_adamw(1e-3)
+    with pytest.warns(UserWarning, match="w is float32, for which tx.init makes no corrections"):
+        specs_of(split, P("x"), in_f32)
+    for tx, spec in (
+        (lowmem.flash_adamw(1e-3, storage=lowmem.Storage(None)), P("x")),
+        (split, P()),
+    ):
+        specs_of(tx, spec, in_f32)  # without: a warning is an error here
+    shapes, _ = jax.eval_shape(lambda p: lowmem.init(split, p), in_f32)
+    assert specs_of(split, P("x"), shapes).correction["w"] == P("x", None)
 
 
 # ---- communication -------------------------------------------------------------------------------

@@ -176,6 +176,44 @@ def test_a_registered_state_of_any_name_is_found_inside_wrappers(monkeypatch):
     assert tx.init(PARAMS).inner_state.inner_state.speed["x"].dtype == jnp.int8
 
 
+def test_a_name_for_a_slot_that_is_not_registered(monkeypatch):
+    """A second moment in codes with a sign would make training diverge."""
+    from optax_lowmem._src.optim.wrappers import slots
+
+    class Peaks(NamedTuple):
+        peak: Any
+
+    inner = optax.GradientTransformation(
+        lambda params: Peaks(jax.tree.map(jnp.zeros_like, params)),
+        lambda updates, state, params=None: (updates, state),
+    )
+    monkeypatch.setattr(slots, "SLOTS", dict(slots.SLOTS))
+    with pytest.raises(ValueError, match=r"Peaks.peak is not registered: is it ever negative\?"):
+        lowmem.compress_state(inner, peak="int8").init(PARAMS)
+    lowmem.compress_state(inner, peak=softsign()).init(PARAMS)
+    slots.register_slot("Peaks", "peak", signed=False)
+    state = lowmem.compress_state(inner, peak="int8").init(PARAMS)
+    assert state.inner_state.peak["x"].dtype == jnp.uint8
+
+
+@pytest.mark.parametrize(
+    "name, moments",
+    [
+        ("ademamix", {"m1": "int8", "m2": "int8", "nu": "uint8"}),
+        ("prodigy", {"exp_avg": "int8", "exp_avg_sq": "uint8", "grad_sum": "int8"}),
+        ("dadapt_adamw", {"exp_avg": "int8", "exp_avg_sq": "uint8", "grad_sum": "int8"}),
+        ("madgrad", {"s": "int8", "grad_sum_sq": "uint8"}),
+        ("simplified_ademamix", {"m": "int8", "n": "uint8"}),
+    ],
+)
+def test_moments_of_optax_contrib(name, moments):
+    if not hasattr(optax.contrib, name):
+        pytest.skip(f"this optax has no {name}")
+    tx = lowmem.compress_state(getattr(optax.contrib, name)(1e-3), **dict.fromkeys(moments, "int8"))
+    state = jax.eval_shape(tx.init, PARAMS)
+    assert {m: optax.tree.get(state, m)["x"].dtype.name for m in moments} == moments
+
+
 def test_a_slot_that_starts_as_the_weights_stays_so_before_one_of_zeros(monkeypatch):
     from optax_lowmem._src.optim.wrappers import slots
 

@@ -155,6 +155,6 @@ def test_boxes_on_a_set_mesh():
     params = jax.eval_shape(starting(train_state.TrainState, MLP(), optax.sgd(1.0)),
                             jax.random.key(0)).params  # fmt: skip
     with jax.set_mesh(MESH()):
-        found = state_shardings(lowmem.flash_adamw(RATE), params)
+        found = state_shardings(lowmem.flash_lion(RATE, storage=lowmem.Storage(None)), params)
     assert found.mu["Dense_0"]["kernel"].spec == P("data", "model")
     assert found.mu["Dense_1"]["bias"].spec == P(None)

@@ -1,7 +1,11 @@
 """A whole training step of the Llama example, and the loss of its head alone: speed and memory.
 
-The variants are command lines of examples/train_llama.py. Peers (`end_to_end.in_torch`) run before,
-each in a process of its own, where their packages are installed.
+The variants are command lines of examples/train_llama.py, or the example with products of other
+JAX libraries (`end_to_end.in_jax`). Peers in torch (`end_to_end.in_torch`) run before, each in a
+process of its own. Both need their packages.
+
+    python -m benchmarks.run end_to_end --loss 0 --only default fp8-unrolled optax.adamw qwix-fp8 \
+        --steps 200 --flags "--text all-sources" --record  # the losses after 200 steps too
 """
 
 import argparse
@@ -23,7 +27,7 @@ from _llama import choose, train
 from _llama.config import PRESETS
 
 from benchmarks import records, timing
-from benchmarks.suites.end_to_end import in_torch, tables
+from benchmarks.suites.end_to_end import in_jax, in_torch, tables
 from benchmarks.suites.fit.bench import stepped
 from optax_lowmem import layers
 
@@ -41,17 +45,19 @@ VARIANTS = {
     "optax.adamw": "--optimizer optax.adamw",
     "switchback-fp8": "--linear switchback-fp8",
     "fp8-unrolled": "--activations fp8 --unroll 99",
-}
+} | {name: f"--linear {name}" for name in in_jax.NAMES}
+DEFAULT = [name for name in VARIANTS if name not in in_jax.NAMES]
 ANEW = "-anew"  # each micro-batch quantizes the weights, also where memory is left for codes
 UNITS = {"tokens_per_s": "tokens/s", "mfu": "of the peak", "compile_s": "s", "device_ms": "ms",
-         "planned_bytes": "bytes", "peak_bytes": "bytes", "temporary_bytes": "bytes"}  # fmt: skip
-MEASURED = ("tokens_per_s", "planned_bytes", "mfu")
+         "planned_bytes": "bytes", "peak_bytes": "bytes", "temporary_bytes": "bytes",
+         "train_loss": "nats"}  # fmt: skip
+MEASURED = ("tokens_per_s", "planned_bytes", "mfu", "train_loss")
 HOW = ("remat", "attention", "activations", "head", "unroll", "stacked", "quantize_once")
 
 
 def parse_example(args: argparse.Namespace, flags: str) -> argparse.Namespace:
-    common = f"--preset {args.preset} --data 1 --text random --steps {args.steps} {args.flags}"
-    return train_llama.parse_arguments(f"{common} {flags}".split())
+    common = f"--preset {args.preset} --data-parallel 1 --text random --steps {args.steps}"
+    return train_llama.parse_arguments(f"{common} {args.flags} {flags}".split())
 
 
 def rows_of(case: str, impl: str, found: dict[str, float], **more: Any) -> records.Rows:
@@ -77,6 +83,10 @@ def peer(name: str, args: argparse.Namespace) -> records.Rows:
 
 
 def variant(name: str, args: argparse.Namespace) -> records.Rows:
+    how = {}
+    if name in in_jax.NAMES:
+        in_jax.register(name)
+        how["versions"] = in_jax.versions()
     own = train_llama.make_settings(parse_example(args, VARIANTS[name]))
     if name.endswith(ANEW):
         own = dataclasses.replace(own, quantize_once=False)
@@ -84,7 +94,7 @@ def variant(name: str, args: argparse.Namespace) -> records.Rows:
     seconds = program.compiled and time.perf_counter() - begin
     measured = stepped(program, args.steps)
     found = {metric: measured[metric] for metric in MEASURED if metric in measured}
-    how = {name: getattr(own, name) for name in HOW}
+    how |= {name: getattr(own, name) for name in HOW}
     return rows_of(f"llama-{args.preset}", name, found | {"compile_s": seconds}, **how)
 
 
@@ -115,8 +125,8 @@ def loss_rows(name: str, args: argparse.Namespace) -> records.Rows:
 @records.suite(
     preset={"choices": PRESETS, "default": "1b", "help": "of the example (default: 1b)"},
     flags={"default": "", "help": "more of the example's, for all"},
-    only={"nargs": "*", "choices": VARIANTS, "default": list(VARIANTS), "metavar": "NAME",
-          "help": f"of {', '.join(VARIANTS)} (default: all)"},
+    only={"nargs": "*", "choices": VARIANTS, "default": DEFAULT, "metavar": "NAME",
+          "help": f"of {', '.join(VARIANTS)} (default: those without other libraries)"},
     peers={"nargs": "*", "default": [], "metavar": "NAME", "choices": PEERS,
            "help": f"of {', '.join(PEERS)} (default: none)"},
     steps={"type": int, "default": 12, "help": "of each timing (default: 12)"},
@@ -131,5 +141,7 @@ def main(args: argparse.Namespace) -> Iterator[records.Rows]:
         for name in names:
             try:
                 yield measure(name, args)
-            except (jax.errors.JaxRuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+            except (
+                ImportError, ValueError, jax.errors.JaxRuntimeError, subprocess.TimeoutExpired
+            ) as error:  # fmt: skip
                 print(f"{name}: {type(error).__name__}: {str(error)[:150]!r}", flush=True)

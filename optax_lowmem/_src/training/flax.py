@@ -212,7 +212,7 @@ class Optimizer(nnx.Optimizer[M]):
         model: M,
         tx: optax.GradientTransformation,
         *,
-        wrt: Any,
+        wrt: nnx.filterlib.Filter,
         graph: bool | None = None,
         dtype: WeightDtype | None = None,
         keep_f32: Sequence[str] = (),

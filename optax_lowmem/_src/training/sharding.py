@@ -2,11 +2,14 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from optax_lowmem._src.arrays import array_metadata, trees
 from optax_lowmem._src.arrays.sharding import (
@@ -16,7 +19,7 @@ from optax_lowmem._src.arrays.sharding import (
     state_sharding,
 )
 from optax_lowmem._src.arrays.shards import Shards, axes_of, divides, spec_of
-from optax_lowmem._src.arrays.typing import KeyPath, PyTree, Shaped
+from optax_lowmem._src.arrays.typing import PyTree, Shaped
 from optax_lowmem._src.optim import context
 
 Rules = Sequence[tuple[str, str | tuple[str, ...] | None]]  # logical name, mesh axes
@@ -45,8 +48,9 @@ def state_shardings(
 
     Args:
       tx: any optax transformation, wrapped or not.
-      params: the parameters or their `jax.eval_shape`, optionally with Linen's metadata
-        (`Partitioned`).
+      params: the parameters that the optimizer gets, or their `jax.eval_shape`, optionally with
+        Linen's metadata (`Partitioned`). For `lowmem.init` those that it returns, in bf16: the
+        state of f32 parameters has no corrections.
       param_shardings: a tree like `params` of `NamedSharding` or `PartitionSpec` (None:
         replicated). By default the shardings of the arrays in `params`, or the axis names in their
         metadata.
@@ -64,6 +68,10 @@ def state_shardings(
     Raises:
       ValueError: for an axis that is not in the mesh, is used twice, or does not divide its
         dimension; for a parameter of unknown sharding.
+
+    Warns:
+      UserWarning: if f32 parameters are sharded that `lowmem.init` would store in bf16. A
+        transformation with `Storage(master_weight_bits=None)` keeps no corrections: no warning.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
@@ -85,21 +93,48 @@ def state_shardings(
     for decision in decisions:
         if decision.group_size is not None:
             sizes.setdefault(decision.path, set()).add(decision.group_size)
-    known = {}
-    for (path, leaf), sharding in zip(_leaves(params), placed, strict=True):
+    known, sharded = {}, []
+    for (path, leaf), sharding in zip(tree_leaves_with_path(params), placed, strict=True):
         name, shape = trees.path_name(path), tuple(leaf.shape)
         groups = tuple(sizes.get(name, ()))
         whole = named_sharding(name, shape, sharding, the_mesh)
         if zero_axis is not None:
             whole = _with_zero(shape, whole, zero_axis, groups)
+        sharded += [name] if any(whole.spec) else []
         known[path] = functools.partial(state_sharding, name, shape, whole, group_sizes=groups)
+
+    _warn_of_f32(tx, params, sharded)
 
     def of_leaf(path: tuple[object, ...], leaf: Shaped) -> NamedSharding:
         of_parameter = _owner(path, known)
         spec = of_parameter(shape=tuple(leaf.shape)).spec if of_parameter else PartitionSpec()
         return NamedSharding(the_mesh, spec, memory_kind=memory_kind)
 
-    return jax.tree_util.tree_map_with_path(of_leaf, state)
+    return tree_map_with_path(of_leaf, state)
+
+
+def _warn_of_f32(
+    tx: optax.GradientTransformation, params: optax.Params, sharded: list[str]
+) -> None:
+    """Warn if all parameters are f32 and `lowmem.init` would make corrections for sharded ones."""
+    floats = [p for p in jax.tree.leaves(params) if jnp.issubdtype(p.dtype, jnp.floating)]
+    if not sharded or any(p.dtype != jnp.float32 for p in floats):
+        return
+    _, decisions = context.dry_run(tx, jax.eval_shape(_in_bf16, params))
+    split = [d.path for d in decisions if d.slot == "correction" and d.form and d.path in sharded]
+    if split:
+        warnings.warn(
+            f"{trees.some_of(split)} {'is' if len(split) == 1 else 'are'} float32, for which "
+            "tx.init makes no corrections. The state of lowmem.init has them, beside weights in "
+            "bf16, and these shardings would replicate them. Pass the parameters of lowmem.init, "
+            "or their shapes: jax.eval_shape(lambda p: lowmem.init(tx, p)[0], params).",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _in_bf16(params: optax.Params) -> optax.Params:
+    return optax.tree.cast(params, jnp.bfloat16)
 
 
 def _with_zero(
@@ -118,10 +153,6 @@ def _with_zero(
     return sharding
 
 
-def _leaves(params: optax.Params) -> list[tuple[KeyPath, PyTree]]:
-    return jax.tree_util.tree_leaves_with_path(params)
-
-
 def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], PyTree]) -> PyTree:
     """Return the value of the longest path in `known` that ends a state array's path, or None."""
     for start in range(len(path)):
@@ -136,10 +167,10 @@ def _placed(
     """Return a NamedSharding, PartitionSpec or None (replicated) for each parameter."""
     if given is not None:
         return sharding_leaves(params, given)
-    rows = zip(jax.tree.leaves(boxed, is_leaf=array_metadata.is_box), _leaves(params), strict=True)
+    boxes = jax.tree.leaves(boxed, is_leaf=array_metadata.is_box)
     return [
         _declared_sharding(trees.path_name(path), box, leaf, mesh, rules)
-        for box, (path, leaf) in rows
+        for box, (path, leaf) in zip(boxes, tree_leaves_with_path(params), strict=True)
     ]
 
 

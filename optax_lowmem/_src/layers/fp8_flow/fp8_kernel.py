@@ -237,10 +237,12 @@ def _transpose_call(
 
 @functools.partial(jax.jit, static_argnames=("backend"))
 def transpose(codes: jax.Array, backend: str = "pallas") -> jax.Array:
-    """Transpose codes [rows, columns]."""
-    out = [result_like(codes, codes.shape[::-1], codes.dtype)]
-    (transposed,) = _transpose_call(None, None, [codes], [], out, backend)
-    return transposed
+    """Return codes [..., k] as [k, ...]."""
+    *rest, last = codes.shape
+    rows = codes.reshape(-1, last)
+    out = [result_like(codes, rows.shape[::-1], codes.dtype)]
+    (transposed,) = _transpose_call(None, None, [rows], [], out, backend)
+    return transposed.reshape(last, *rest)
 
 
 @functools.partial(jax.jit, static_argnames=("to", "function", "backend"))
@@ -252,13 +254,17 @@ def quantize_both(
     function: Callable[..., jax.Array] | None = None,
     beside: tuple[jax.Array, ...] = (),
 ) -> tuple[Quantized, jax.Array]:
-    """Compute `kernels.quantized` of a matrix and the transpose of its codes, reading x once.
+    """Compute `kernels.quantized` of x [..., n], and its codes as [n, ...], reading x once.
 
-    `function` computes the values to quantize from f32 x and `beside`, matrices, or [1, columns] or
-    [rows, 1] if x has several of these; None: they are x. `absmax` is their largest magnitude.
+    `function` computes the values to quantize from f32 x and `beside`, arrays of x's shape, or of
+    size 1 on the last axis or on all others; None: they are x. `absmax` is their largest magnitude.
     """
-    shapes = (x.shape, to.dtype), ((1,), jnp.float32), (x.shape[::-1], to.dtype)
+    given = [array.reshape(-1, array.shape[-1]) for array in (x, *beside)]
+    rows = given[0].shape
+    shapes = (rows, to.dtype), ((1,), jnp.float32), (rows[::-1], to.dtype)
     out = [result_like(x, *shape) for shape in shapes]
-    given, more = [x, *beside], [absmax.reshape(1)]
-    codes, scale, transposed = _transpose_call(function, to, given, more, out, backend)
-    return Quantized(codes, scale.reshape(1, 1)), transposed
+    codes, scale, transposed = _transpose_call(
+        function, to, given, [absmax.reshape(1)], out, backend
+    )
+    result = Quantized(codes.reshape(x.shape), scale.reshape((1,) * x.ndim))
+    return result, transposed.reshape(x.shape[-1], *x.shape[:-1])

@@ -1,6 +1,5 @@
 """Activation functions, gated or not, that save their inputs in 8 bits."""
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -10,14 +9,6 @@ from optax_lowmem._src.arrays.hyperparameters import check_choice
 from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.layers.fp8_flow import kernels, storage
 from optax_lowmem._src.layers.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Recipe
-
-
-@dataclasses.dataclass(frozen=True)
-class _Gate:
-    """Static arguments of the activation function."""
-
-    recipe: Recipe
-    activation: str
 
 
 def gated_product(
@@ -59,45 +50,41 @@ def gated_product(
             "they are multiplied elementwise, pass arrays of the same shape and dtype"
         )
     with jax.named_scope("activation"):
-        static, given = _Gate(recipe, activation), (gate,) if up is None else (gate, up)
+        given = (gate,) if up is None else (gate, up)
         if not recipe.quantizes:
             # not widened, so that 16-bit results equal those of jax.nn's functions bit for bit
-            return storage.recomputed(ArrayFunction(_value, static, wide=False), *given)
-        return _gated(static, *given)
+            return storage.recomputed(ArrayFunction(kernels.gated, activation, wide=False), *given)
+        return _gated(recipe, activation, *given)
 
 
-def _value(gate: _Gate, *given: jax.Array) -> jax.Array:
-    return kernels.gated(gate.activation, *given)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gated(recipe: Recipe, activation: str, *given: jax.Array) -> Coded:
+    return _coded(recipe, activation, False, *given)[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(gate: _Gate, *given: jax.Array) -> Coded:
-    return _coded(gate, False, *given)[0]
-
-
-@partial(numerics.first_order_only, static=2)
-def _coded(gate: _Gate, keep: bool, *given: jax.Array) -> tuple[Coded, PyTree]:
+@partial(numerics.first_order_only, static=3)
+def _coded(recipe: Recipe, activation: str, keep: bool, *given: jax.Array) -> tuple[Coded, PyTree]:
     """Return the quantized product, and the residuals of the backward pass if `keep` is set."""
-    size, exact = gate.recipe.group_size, gate.recipe.exact
-    stored, absmax = kernels.store_gated(
-        given, gate.activation, size, exact, keep=keep or not exact
-    )
+    size, exact = recipe.group_size, recipe.exact
+    stored, absmax = kernels.store_gated(given, activation, size, exact, keep=keep or not exact)
     if exact:
-        formula, lowers = ArrayFunction(_value, gate), kernels.lowers(gate.activation)
-        return storage.coded(gate.recipe, formula, given, absmax, stored, keep, in_kernel=lowers)
-    h = _value(gate, *(kernels.restore(one, size) for one in stored))
+        formula, lowers = ArrayFunction(kernels.gated, activation), kernels.lowers(activation)
+        return storage.coded(recipe, formula, given, absmax, stored, keep, in_kernel=lowers)
+    h = kernels.gated(activation, *(kernels.restore(one, size) for one in stored))
     codes, stored = storage.kept(kernels.quantized(h, absmax), stored)
     return Coded(h.astype(given[0].dtype), codes), stored
 
 
-@numerics.first_order_only
-def _gradients(gate: _Gate, saved: PyTree, g: jax.Array) -> tuple[jax.Array, ...]:
-    values = [kernels.restore(one, gate.recipe.group_size) for one in saved]
-    pull = jax.vjp(partial(_value, gate), *values)[1]
+@partial(numerics.first_order_only, static=2)
+def _gradients(
+    recipe: Recipe, activation: str, saved: PyTree, g: jax.Array
+) -> tuple[jax.Array, ...]:
+    values = [kernels.restore(one, recipe.group_size) for one in saved]
+    pull = jax.vjp(partial(kernels.gated, activation), *values)[1]
     return tuple(dx.astype(g.dtype) for dx in pull(numerics.widen(g)))
 
 
 _gated.defvjp(
-    lambda gate, *given: _coded(gate, True, *given),
-    lambda gate, saved, g: _gradients(gate, saved, g.value),
+    lambda recipe, activation, *given: _coded(recipe, activation, True, *given),
+    lambda recipe, activation, saved, g: _gradients(recipe, activation, saved, g.value),
 )

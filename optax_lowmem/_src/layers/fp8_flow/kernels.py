@@ -7,7 +7,7 @@ whether a GPU kernel is used instead.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.arrays import groups, numerics
 from optax_lowmem._src.arrays.codecs.base import E8M8Scale
 from optax_lowmem._src.arrays.groups import next_power_of_two
-from optax_lowmem._src.arrays.typing import PyTree
+from optax_lowmem._src.arrays.typing import PyTree, Shaped
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.along_axes import (
     Cut,
@@ -122,7 +122,7 @@ def quantized(x: jax.Array, absmax: jax.Array, to: Format = E4M3, clip: bool = F
 
 
 def inverse_rms(x: jax.Array, eps: float, group_size: int) -> jax.Array:
-    """Return 1 / sqrt(mean(x^2) + eps) of each row, [..., 1], for f32 values."""
+    """Return 1 / sqrt(mean(x^2) + eps) of each row, [..., 1], of f32 values."""
     return inverse_of(row_sum(jnp.square(x), group_size), x.shape[-1], eps)
 
 
@@ -196,9 +196,7 @@ def lowers(activation: str) -> bool:
     return activation not in _NOT_LOWERED[platform.backend()]
 
 
-def unsupported(
-    x: jax.Array | jax.ShapeDtypeStruct, group_size: int, whole_rows: bool = False
-) -> str | None:
+def unsupported(x: Shaped, group_size: int, whole_rows: bool = False) -> str | None:
     """Return why the kernels cannot store an array of this shape, or None if they can.
 
     With `whole_rows` one program reads a whole row, as in norms, and rows have a largest length.
@@ -217,8 +215,7 @@ def store_normed(
     x: jax.Array, scale: jax.Array, eps: float, group_size: int, exact: bool, keep: bool = True
 ) -> tuple[Grouped | None, jax.Array, jax.Array]:
     """Compute `store_normed_plain`, with one kernel that reads x once where it is supported."""
-    static: dict[str, Any] = {"eps": eps, "group_size": group_size, "exact": exact, "keep": keep}
-    plain: Callable[..., PyTree] = partial(store_normed_plain, **static)
+    plain = partial(store_normed_plain, eps=eps, group_size=group_size, exact=exact, keep=keep)
     if unsupported(x, group_size, whole_rows=True) is not None:
         return plain(x, scale)
     from optax_lowmem._src.layers.fp8_flow import fp8_kernel
@@ -227,7 +224,9 @@ def store_normed(
 
     def kernel(x: jax.Array, scale: jax.Array) -> tuple[Grouped | None, jax.Array, jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
-        stored, inverse, largest = fp8_kernel.store_normed(rows, scale, **static, backend=backend)
+        stored, inverse, largest = fp8_kernel.store_normed(
+            rows, scale, **plain.keywords, backend=backend
+        )
         if stored is not None:
             scales = stored.scales.reshape(groups.scale_shape(x.shape, group_size))
             stored = Grouped(stored.codes.reshape(x.shape), scales)
@@ -249,16 +248,17 @@ def store_gated(
     given: tuple[jax.Array, ...], activation: str, group_size: int, exact: bool, keep: bool = True
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
     """Compute `store_gated_plain`, with one kernel that reads each input once where supported."""
-    static: dict[str, Any] = {"group_size": group_size, "exact": exact, "keep": keep}
-    static["activation"] = activation
+    plain = partial(
+        store_gated_plain, activation=activation, group_size=group_size, exact=exact, keep=keep
+    )
     if not lowers(activation) or unsupported(given[0], group_size) is not None:
-        return store_gated_plain(given, **static)
+        return plain(given)
     from optax_lowmem._src.layers.fp8_flow import fp8_kernel
 
     backend = platform.backend()
 
     def kernel(*given: jax.Array) -> tuple[tuple[Grouped, ...], jax.Array]:
-        stored, largest = fp8_kernel.store_gated(given, **static, backend=backend)
+        stored, largest = fp8_kernel.store_gated(given, **plain.keywords, backend=backend)
         return stored, _maximum(largest, given[0])
 
     def part(cut: Cut, *given: jax.Array) -> PyTree:
@@ -268,15 +268,13 @@ def store_gated(
     names = names_of(given[0].ndim, "n")
     of_stored = [names, (*names[:-1], *in_groups("n"))] * (len(given) if keep else 0)
     return along_axes(
-        "store_gated", kernel, lambda *given: store_gated_plain(given, **static), *given,
+        "store_gated", kernel, lambda *given: plain(given), *given,
         operands=[names] * len(given), results=[*of_stored, (None,) * len(names)],
         axes=factors_of(names, given[0].shape, n=group_size), part=part,
     )  # fmt: skip
 
 
-def transposes_reason(
-    x: jax.Array | jax.ShapeDtypeStruct, g: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike
-) -> str | None:
+def transposes_reason(x: Shaped, g: Shaped, dtype: DTypeLike) -> str | None:
     """Return why XLA computes the sum over tokens of X^T G, or None if a kernel does.
 
     The kernel takes transposed codes of x; x may also be the array that is quantized.
@@ -284,16 +282,13 @@ def transposes_reason(
     reason = platform.no_kernel_reason(x) or platform.no_backend_reason()
     if reason is not None:
         return reason
-    tokens = math.prod(x.shape[:-1])
-    one: Any = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    of_x: Any = jax.ShapeDtypeStruct((x.shape[-1], tokens), x.dtype)
-    of_g: Any = jax.ShapeDtypeStruct((g.shape[-1], tokens), g.dtype)
-    return product_reason(Quantized(of_x, one), Quantized(of_g, one), 1, dtype)
+    of_x, of_g = (
+        jax.ShapeDtypeStruct((a.shape[-1], math.prod(x.shape[:-1])), a.dtype) for a in (x, g)
+    )
+    return product_reason(of_x, of_g, 1, dtype)
 
 
-def sums_by_kernel(
-    x: Quantized, g: jax.Array | jax.ShapeDtypeStruct, to: Format, dtype: DTypeLike
-) -> bool:
+def sums_by_kernel(x: Quantized, g: Shaped, to: Format, dtype: DTypeLike) -> bool:
     """Return whether `multiply_over_tokens` uses a kernel, which takes transposed codes."""
     like = jax.ShapeDtypeStruct(g.shape, to.dtype)
     return g.dtype in platform.FLOATS and transposes_reason(x.codes, like, dtype) is None
@@ -341,18 +336,12 @@ def quantized_for_products(
     backend = platform.backend()
 
     def both(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
-        shape = given[0].shape
-        x, *beside = (array.reshape(-1, array.shape[-1]) for array in given)
-        codes, transposed = fp8_kernel.quantize_both(
-            x, absmax, E4M3, backend, function, tuple(beside)
-        )
-        scale = codes.scales.reshape((1,) * len(shape))
-        transposed = transposed.reshape(shape[-1], *shape[:-1])
-        return Quantized(codes.codes.reshape(shape), scale), transposed
+        x, *beside = given
+        return fp8_kernel.quantize_both(x, absmax, E4M3, backend, function, tuple(beside))
 
     def apart(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
         codes, _ = plain(absmax, *given)
-        return codes, _transposed(codes.codes, backend)
+        return codes, fp8_kernel.transpose(codes.codes, backend=backend)
 
     names = names_of(len(shape), "n")
     return along_axes(
@@ -361,15 +350,6 @@ def quantized_for_products(
         results=[names, (None,) * len(shape), (names[-1], *names[:-1])],
         axes=factors_of(names, shape),
     )  # fmt: skip
-
-
-def _transposed(codes: jax.Array, backend: str) -> jax.Array:
-    """Transpose codes [..., k] to [k, ...] by a kernel."""
-    from optax_lowmem._src.layers.fp8_flow import fp8_kernel
-
-    *rest, last = codes.shape
-    transposed = fp8_kernel.transpose(codes.reshape(-1, last), backend=backend)
-    return transposed.reshape(last, *rest)
 
 
 def multiply_over_tokens(
@@ -400,16 +380,15 @@ def multiply_over_tokens(
     def kernel(
         x: Quantized | Transposed, g: jax.Array, absmax: jax.Array
     ) -> tuple[Quantized, jax.Array]:
-        one = (1, 1)
-        rows_g = g.reshape(-1, g.shape[-1])
-        codes, of_g = fp8_kernel.quantize_both(rows_g, absmax, to, backend=backend)
-        of_x = x.codes if isinstance(x, Transposed) else _transposed(x.codes, backend)
-        of_x = of_x.reshape(of_x.shape[0], -1)
-        product = multiply(
-            Quantized(of_x, x.scales.reshape(one)), Quantized(of_g, codes.scales), 1, dtype
+        codes, of_g = fp8_kernel.quantize_both(g, absmax, to, backend=backend)
+        of_x = x.codes
+        if not isinstance(x, Transposed):
+            of_x = fp8_kernel.transpose(of_x, backend=backend)
+        left, right = (
+            Quantized(a.reshape(a.shape[0], -1), scales.reshape(1, 1))
+            for a, scales in ((of_x, x.scales), (of_g, codes.scales))
         )
-        scales = codes.scales.reshape((1,) * g.ndim)
-        return Quantized(codes.codes.reshape(g.shape), scales), product
+        return codes, multiply(left, right, 1, dtype)
 
     def part(
         cut: Cut, x: Quantized | Transposed, g: jax.Array, absmax: jax.Array

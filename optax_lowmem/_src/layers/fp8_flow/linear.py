@@ -30,15 +30,6 @@ from optax_lowmem._src.layers.quantized_matmul import Quantized, multiply, quant
 KEEPS = ("codes", "input")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Linear:
-    """Static arguments of `linear`; `keeps_input` is keep="input"."""
-
-    recipe: Recipe
-    keeps_input: bool = False
-    precision: PrecisionLike = None
-
-
 class QuantizedKernel(NamedTuple):
     """Codes of a kernel for both of its products, from `quantize_weight`: 2 bytes per parameter.
 
@@ -98,7 +89,7 @@ def linear(
       >>> print(fp8_flow.linear(jnp.ones((2, 8)), jnp.ones((8, 3)))[0].round(3))
       [8. 8. 8.]
     """
-    value = x.value if isinstance(x, Coded) else x
+    value = value_of(x)
     if kernel.ndim != 2 or value.shape[-1:] != kernel.shape[:1]:
         raise ValueError(f"a kernel{list(kernel.shape)} for x{list(value.shape)}: pass [k, m]")
     check_choice("keep", keep, KEEPS)
@@ -106,16 +97,15 @@ def linear(
         raise ValueError("keep='input' is for an array; a quantized activation is kept as codes")
     _check_given(kernel, kernel_absmax, kernel_codes, recipe)
     with jax.named_scope("linear"):
-        static = _Linear(recipe, keep == "input", precision)
         if not recipe.quantizes:
             x, kernel = varying.alike(x, kernel)
             if isinstance(x, Coded) and x.source is not None:
-                return _recomputing(static, x, kernel)
-            return _times(static, value_of(x), kernel)
+                return _recomputing(precision, x, kernel)
+            return _times(precision, value_of(x), kernel)
         # not a copy of the codes, which a scan over layers would stack as a residual
         given = lax.stop_gradient(kernel_absmax) if kernel_codes is None else kernel_codes
-        x = x if static.keeps_input else storage.code(x)
-        return _linear(static, *varying.alike(x, kernel, given))
+        x = x if keep == "input" else storage.code(x)
+        return _linear(recipe, *varying.alike(x, kernel, given))
 
 
 def _check_given(
@@ -172,34 +162,21 @@ def quantize_weight(kernel: jax.Array) -> QuantizedKernel:
     if kernel.ndim > 2:  # the GPU kernel that transposes takes a matrix
         return lax.map(quantize_weight, kernel)
     absmax = weight_absmax(kernel)
-    transposed = _transposed(kernel, absmax)
+    transposed = quantize_transposed(kernel, None, FORWARD, absmax)
     return QuantizedKernel(
         _as_it_is(kernel, absmax, transposed.scales).codes, transposed.codes, transposed.scales
     )
 
 
-def _transposed(kernel: jax.Array, absmax: jax.Array) -> Quantized:
-    """Quantize for the forward product, in which GPUs contract the last axis of both operands."""
-    return quantize_transposed(kernel, None, FORWARD, absmax)
-
-
 def _as_it_is(kernel: jax.Array, absmax: jax.Array, scale: jax.Array) -> Quantized:
-    """Quantize for the gradient of the input."""
+    """Quantize a kernel for the gradient of the input, given the scale of its codes."""
     # clipped, since the maximum may have been computed from earlier weights
     return kernels.quantized(kernel, absmax, clip=True)._replace(scales=scale)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Projection:
-    """A layer that applies `linear` with a kernel.
-
-    Attributes:
-      kernel: [k, m].
-      kernel_absmax: as in `linear`.
-      kernel_codes: as in `linear`.
-      keep: as in `linear`.
-      recipe: as in `linear`.
-    """
+    """A layer that applies `linear`; its attributes are arguments of `linear`."""
 
     kernel: jax.Array
     kernel_absmax: jax.Array | None = None
@@ -238,36 +215,33 @@ def apply_layer(
 # ---- products in the dtype of the inputs ---------------------------------------------------------
 
 
-def _times(static: _Linear, x: jax.Array, kernel: jax.Array) -> jax.Array:
+def _times(precision: PrecisionLike, x: jax.Array, kernel: jax.Array) -> jax.Array:
     dims = (((x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(x, kernel, dims, precision=static.precision)
+    return lax.dot_general(x, kernel, dims, precision=precision)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recomputing(static: _Linear, x: Coded, kernel: jax.Array) -> jax.Array:
+def _recomputing(precision: PrecisionLike, x: Coded, kernel: jax.Array) -> jax.Array:
     """Compute the product, saving the arrays from which its input is recomputed."""
-    return _times(static, x.value, kernel)
+    return _times(precision, x.value, kernel)
 
 
 def _recomputing_backward(
-    static: _Linear, saved: tuple[Source, jax.Array], g: jax.Array
+    precision: PrecisionLike, saved: tuple[Source, jax.Array], g: jax.Array
 ) -> tuple[Coded, jax.Array]:
-    """Recompute the input; return the gradients of the input and of the kernel."""
     source, kernel = saved
-    dx, dw = jax.vjp(partial(_times, static), source.again(), kernel)[1](g)
-    return Coded(dx, None, None), dw
+    dx, dw = jax.vjp(partial(_times, precision), source.again(), kernel)[1](g)
+    return Coded(dx, None), dw
 
 
 _recomputing.defvjp(
-    lambda static, x, kernel: (_recomputing(static, x, kernel), (x.source, kernel)),
+    lambda precision, x, kernel: (_recomputing(precision, x, kernel), (x.source, kernel)),
     _recomputing_backward,
 )
 
 # ---- products in FP8 -----------------------------------------------------------------------------
 
 Given = jax.Array | QuantizedKernel | None  # a kernel's maximum or its codes
-
-
 _CODES = (Quantized, Transposed)  # what is saved of an input that was `Coded`
 
 
@@ -279,19 +253,17 @@ class _Scaled(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(
-    static: _Linear, x: jax.Array | Coded, kernel: jax.Array, of_kernel: Given
-) -> jax.Array:
-    return _forward(static, x, kernel, of_kernel)[0]
+def _linear(recipe: Recipe, x: jax.Array | Coded, kernel: jax.Array, of_kernel: Given) -> jax.Array:
+    return _forward(recipe, x, kernel, of_kernel)[0]
 
 
 def _forward(
-    static: _Linear, x: jax.Array | Coded, kernel: jax.Array, of_kernel: Given
+    recipe: Recipe, x: jax.Array | Coded, kernel: jax.Array, of_kernel: Given
 ) -> tuple[jax.Array, PyTree]:
     kept: PyTree  # saved of the input for the backward pass
     if isinstance(x, Coded):
         dtype, codes = x.value.dtype, x.quantized
-        kept = _for_gradient(static.recipe, x, kernel)
+        kept = _for_gradient(recipe, x, kernel)
     else:
         codes, of_x = _quantized(x)
         dtype, kept = x.dtype, (x, of_x)
@@ -328,7 +300,8 @@ def _product(
     """Return the product, the kernel's largest magnitude, and the scale of the kernel's codes."""
     if absmax is None:
         absmax = weight_absmax(kernel)
-    transposed = _transposed(kernel, absmax)
+    # 8-bit products of GPUs contract the last axis of both operands
+    transposed = quantize_transposed(kernel, None, FORWARD, absmax)
     return multiply(codes, transposed, 1, dtype), absmax, transposed.scales
 
 
@@ -339,9 +312,8 @@ def _product_of_codes(dtype: jnp.dtype, codes: Quantized, transposed: Quantized)
 
 @numerics.first_order_only
 def _gradients(
-    static: _Linear, kept: PyTree, kernel: jax.Array, of_kernel: _Scaled | Quantized, g: jax.Array
+    recipe: Recipe, kept: PyTree, kernel: jax.Array, of_kernel: _Scaled | Quantized, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    recipe = static.recipe
     of_x, like_w = kept if isinstance(kept, _CODES) else None, sharding_of(kernel)
     like_x = sharding_of(jax.tree.leaves(kept)[0])
     largest = matmul.absmax_of(g, None)
@@ -358,7 +330,7 @@ def _gradients(
         rows = tuple(range(g.ndim - 1))
         x = kept[0]
         if isinstance(of_x, Quantized):
-            x = (of_x.codes.astype(jnp.float32) * of_x.scales).astype(g.dtype)
+            x = of_x.dequantize(g.dtype)
         dw = lax.dot_general(x, g, ((rows, rows), ((), ())), out_sharding=like_w)
     if to := format_of(recipe.input_gradient):
         of_g = codes.get(to) or kernels.quantized(g, largest, to)
@@ -371,10 +343,9 @@ def _gradients(
     return dx, dw.astype(kernel.dtype)
 
 
-def _backward(static: _Linear, saved: PyTree, g: jax.Array) -> tuple[PyTree, jax.Array, None]:
-    dx, dw = _gradients(static, *saved, g)
-    of_x: PyTree = (dx, None)  # codes have no gradient
-    return Coded(*of_x) if isinstance(saved[0], _CODES) else dx, dw, None
+def _backward(recipe: Recipe, saved: PyTree, g: jax.Array) -> tuple[PyTree, jax.Array, None]:
+    dx, dw = _gradients(recipe, *saved, g)
+    return Coded(dx, None) if isinstance(saved[0], _CODES) else dx, dw, None
 
 
 _linear.defvjp(_forward, _backward)

@@ -18,9 +18,7 @@ class Fp8Dense(nn.Dense):
 
     The input is an array, or a `Coded` from a norm or an activation function of this flow.
 
-    Attributes:
-      keep: as in `fp8_flow.linear`.
-      recipe: as in `fp8_flow.linear`.
+    Beside the attributes of `nn.Dense` it has `keep` and `recipe` of `fp8_flow.linear`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -71,12 +69,7 @@ class Fp8Dense(nn.Dense):
 class Fp8RMSNorm(nn.Module):
     """`fp8_flow.rms_norm` with a learned `scale`.
 
-    Attributes:
-      epsilon: added under the square root.
-      dtype: dtype of the result; None: that of the input.
-      param_dtype: dtype of the scale.
-      scale_init: initializer of the scale.
-      recipe: storage of the input for the backward pass.
+    Its attributes are the arguments of `layers.Fp8RMSNorm`, and the initializer of the scale.
     """
 
     epsilon: float = 1e-6
@@ -96,14 +89,7 @@ class Fp8RMSNorm(nn.Module):
 class Fp8LayerNorm(nn.Module):
     """`fp8_flow.layer_norm` with a learned `scale` and `bias`.
 
-    Attributes:
-      epsilon: added under the square root.
-      use_bias: whether there is a bias.
-      dtype: dtype of the result; None: that of the input.
-      param_dtype: dtype of scale and bias.
-      scale_init: initializer of the scale.
-      bias_init: initializer of the bias.
-      recipe: storage of the input for the backward pass.
+    Its attributes are the arguments of `layers.Fp8LayerNorm`, and the initializers.
     """
 
     epsilon: float = 1e-6
@@ -126,12 +112,7 @@ class Fp8LayerNorm(nn.Module):
 
 
 class Fp8GatedProduct(nn.Module):
-    """`fp8_flow.gated_product` as a module without parameters.
-
-    Attributes:
-      activation: the function applied to the gate, as in `fp8_flow.gated_product`.
-      recipe: storage of gate and up for the backward pass.
-    """
+    """`fp8_flow.gated_product`, whose arguments are its attributes, without parameters."""
 
     activation: str = "silu"
     recipe: Recipe = DEFAULT

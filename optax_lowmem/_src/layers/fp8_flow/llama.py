@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -217,10 +217,11 @@ class Fp8LlamaBlock(nnx.Module):
                 "that divide the width, and kv_heads that divide the heads"
             )
         check_choice("attention", attention, ATTENTIONS)
-        given = {"kernel_init": kernel_init, "param_dtype": param_dtype}
-        more: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
-        more |= {"use_bias": False, "recipe": recipe, "rngs": rngs}
-        make = partial(Fp8Linear, **more)
+        make = partial(
+            Fp8Linear, use_bias=False, recipe=recipe, rngs=rngs,
+            kernel_init=kernel_init or nnx.initializers.lecun_normal(),
+            param_dtype=param_dtype or jnp.float32,
+        )  # fmt: skip
         self.recipe = recipe
         self.input_norm = Fp8RMSNorm(width, epsilon=epsilon, recipe=recipe)
         self.self_attn = Fp8Attention(width, heads, kv_heads, make, rope, attention)

@@ -18,13 +18,9 @@ class Fp8Linear(nnx.Linear):
 
     The input is an array, or a `Coded` from a norm or an activation function of this flow.
 
-    Args:
-      in_features: as in `nnx.Linear`.
-      out_features: as in `nnx.Linear`.
-      keep: as in `fp8_flow.linear`.
-      recipe: as in `fp8_flow.linear`.
-      **more: other arguments of `nnx.Linear`. A `dot_general`, given here or by `layers.convert`,
-        computes the product instead, from the value of a `Coded`.
+    Beside the arguments of `nnx.Linear` it has `keep` and `recipe` of `fp8_flow.linear`. A
+    `dot_general`, given here or by `layers.convert`, computes the product instead, from the value
+    of a `Coded`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -157,11 +153,7 @@ class Fp8LayerNorm(nnx.Module):
 
 
 class Fp8GatedProduct(nnx.Module):
-    """`fp8_flow.gated_product` as a module without parameters.
-
-    Args:
-      activation: the function applied to the gate, as in `fp8_flow.gated_product`.
-      recipe: storage of gate and up for the backward pass.
+    """`fp8_flow.gated_product` with these arguments, as a module without parameters.
 
     Example:
       >>> import jax.numpy as jnp

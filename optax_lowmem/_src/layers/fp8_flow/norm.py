@@ -53,12 +53,7 @@ def rms_norm(
       >>> y.value.shape, y.quantized.codes.dtype.name
       ((2, 4), 'float8_e4m3fn')
     """
-    _check(x, scale)
-    with jax.named_scope("norm"):
-        norm = _Norm(recipe, eps)
-        if not recipe.quantizes:
-            return storage.recomputed(ArrayFunction(_rms, norm), x, scale)
-        return _normed(norm, x, scale)
+    return _apply(_Norm(recipe, eps), x, scale)
 
 
 def layer_norm(
@@ -81,26 +76,27 @@ def layer_norm(
     Returns:
       y, as in `rms_norm`; memory and numerics are the same, too.
     """
-    _check(x, scale)
-    with jax.named_scope("norm"):
-        norm = _Norm(recipe, eps, centred=True)
-        if not recipe.quantizes:
-            weights = (scale,) if bias is None else (scale, bias)
-            return storage.recomputed(ArrayFunction(_layer, norm), x, *weights)
-        return _normed(norm, x, scale, bias)
+    weights = (scale,) if bias is None else (scale, bias)
+    return _apply(_Norm(recipe, eps, centred=True), x, *weights)
 
 
-def _check(x: jax.Array, scale: jax.Array) -> None:
+def _apply(norm: _Norm, x: jax.Array, *weights: jax.Array) -> Coded:
+    scale = weights[0]
     if x.ndim == 0 or scale.shape != x.shape[-1:]:
         raise ValueError(f"a scale{list(scale.shape)} for x{list(x.shape)}: pass [n] for [..., n]")
+    with jax.named_scope("norm"):
+        if not norm.recipe.quantizes:
+            return storage.recomputed(ArrayFunction(_value, norm), x, *weights)
+        return _normed(norm, x, *weights)
 
 
-# ---- RMSNorm -------------------------------------------------------------------------------------
-
-
-def _rms(norm: _Norm, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Compute RMSNorm of f32 arrays."""
-    return _scaled(norm, x, scale, kernels.inverse_rms(x, norm.eps, norm.group(x)))
+def _value(norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Compute the norm of f32 arrays."""
+    group = norm.group(x)
+    if norm.centred:
+        x = x - kernels.row_sum(x, group) / x.shape[-1]
+    y = _scaled(norm, x, scale, kernels.inverse_rms(x, norm.eps, group))
+    return y if bias is None else y + kernels.row(bias, x)
 
 
 def _scaled(norm: _Norm, x: jax.Array, scale: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -110,68 +106,47 @@ def _scaled(norm: _Norm, x: jax.Array, scale: jax.Array, inverse: jax.Array) -> 
     return x * scale * inverse if norm.recipe.quantizes else x * inverse * scale
 
 
-def _rms_coded(
-    norm: _Norm, keep: bool, x: jax.Array, scale: jax.Array
-) -> tuple[Coded, Grouped | None]:
-    """Return the quantized RMSNorm, and the codes of x if `keep` is set."""
-    size, exact = norm.recipe.group_size, norm.recipe.exact
-    stored, inverse, absmax = kernels.store_normed(
-        x, scale, norm.eps, size, exact, keep=keep or not exact
-    )
-    if exact:
-        formula, given = ArrayFunction(_scaled, norm), (x, kernels.row(scale, x), inverse)
-        return storage.coded(norm.recipe, formula, given, absmax, stored, keep)
-    assert stored is not None
-    y = _scaled(norm, kernels.restore(stored, size), scale, inverse)
-    codes, stored = storage.kept(kernels.quantized(y, absmax), stored)
-    return Coded(y.astype(x.dtype), codes), stored
-
-
-# ---- LayerNorm -----------------------------------------------------------------------------------
-
-
-def _layer(norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """Compute LayerNorm of f32 arrays."""
-    centred = x - kernels.row_sum(x, norm.group(x)) / x.shape[-1]
-    y = _rms(norm, centred, scale)
-    return y if bias is None else y + kernels.row(bias, x)
-
-
-def _layer_coded(
-    norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None
-) -> tuple[Coded, Grouped]:
-    """Return the quantized LayerNorm, and the codes of x."""
-    size = norm.recipe.group_size
-    stored = kernels.store(x, size)
-    given = numerics.widen(x) if norm.recipe.exact else kernels.restore(stored, size)
-    y = _layer(norm, given, scale, bias)
-    codes, stored = storage.kept(kernels.quantized(y, absmax_of(y, None)), stored)
-    return Coded(y.astype(x.dtype), codes), stored
-
-
-# ---- both norms ----------------------------------------------------------------------------------
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normed(norm: _Norm, x: jax.Array, *weights: jax.Array | None) -> Coded:
+def _normed(norm: _Norm, x: jax.Array, *weights: jax.Array) -> Coded:
     return _coded(norm, False, x, *weights)[0]
 
 
-def _forward(norm: _Norm, x: jax.Array, *weights: jax.Array | None) -> tuple[Coded, PyTree]:
+def _forward(norm: _Norm, x: jax.Array, *weights: jax.Array) -> tuple[Coded, PyTree]:
     y, stored = _coded(norm, True, x, *weights)
     return y, (stored, *weights)
 
 
 @partial(numerics.first_order_only, static=2)
-def _coded(norm: _Norm, keep: bool, x: jax.Array, *weights: PyTree) -> tuple[Coded, PyTree]:
-    return _layer_coded(norm, x, *weights) if norm.centred else _rms_coded(norm, keep, x, *weights)
+def _coded(
+    norm: _Norm, keep: bool, x: jax.Array, *weights: jax.Array
+) -> tuple[Coded, Grouped | None]:
+    """Return the quantized norm, and the codes of x, which an exact RMSNorm may not `keep`."""
+    size, exact = norm.recipe.group_size, norm.recipe.exact
+    stored: Grouped | None
+    if norm.centred:
+        stored = kernels.store(x, size)
+        given = numerics.widen(x) if norm.recipe.exact else kernels.restore(stored, size)
+        y = _value(norm, given, *weights)
+        absmax = absmax_of(y, None)
+    else:
+        (scale,) = weights
+        stored, inverse, absmax = kernels.store_normed(
+            x, scale, norm.eps, size, exact, keep=keep or not exact
+        )
+        if exact:
+            formula, arrays = ArrayFunction(_scaled, norm), (x, kernels.row(scale, x), inverse)
+            return storage.coded(norm.recipe, formula, arrays, absmax, stored, keep)
+        assert stored is not None
+        y = _scaled(norm, kernels.restore(stored, size), scale, inverse)
+    codes, stored = storage.kept(kernels.quantized(y, absmax), stored)
+    return Coded(y.astype(x.dtype), codes), stored
 
 
 @numerics.first_order_only
 def _gradients(norm: _Norm, saved: PyTree, g: jax.Array) -> PyTree:
     stored, *weights = saved
     x = kernels.restore(stored, norm.recipe.group_size)
-    pull = jax.vjp(partial(_layer if norm.centred else _rms, norm), x, *weights)[1]
+    pull = jax.vjp(partial(_value, norm), x, *weights)[1]
     dx, *rest = pull(numerics.widen(g))
     return dx.astype(g.dtype), *rest
 

@@ -1,7 +1,7 @@
 """Storage of activations in the FP8 flow: options, and the values passed between its layers."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -62,10 +62,10 @@ class Recipe:
             check_choice(name, getattr(self, name), _PRODUCTS)
 
     @classmethod
-    def paper(cls, **changes: object) -> "Recipe":
+    def paper(cls, **changes: Any) -> "Recipe":
         """Return COAT's recipe: computation from the codes, gradients in E5M2 as in its kernels."""
-        fields: dict[str, Any] = dict(exact=False, input_gradient="e5m2", weight_gradient="e5m2")
-        return cls(**fields | changes)
+        paper = cls(exact=False, input_gradient="e5m2", weight_gradient="e5m2")
+        return dataclasses.replace(paper, **changes)
 
     @property
     def quantizes(self) -> bool:
@@ -89,7 +89,7 @@ class ArrayFunction:
     """
 
     function: Callable[..., jax.Array]
-    static: Any
+    static: Hashable
     wide: bool = True
 
     def __call__(self, *given: jax.Array) -> jax.Array:

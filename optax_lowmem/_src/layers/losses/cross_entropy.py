@@ -8,12 +8,12 @@ import math
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal as Primal
+from jax.custom_derivatives import SymbolicZero
 from jax.lax import PrecisionLike
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -150,9 +150,9 @@ def linear_cross_entropy(
         hidden = layout.place(hidden, layout.of_hidden)
         labels = layout.place(labels, layout.of_tokens)
         weights = None if weights is None else layout.place(weights, layout.of_tokens)
-    dtype = str(head.dtype)
-    static = (vocab_axis, z_loss, soft_cap, chunk_tokens, products, precision, dtype, layout)
-    loss = _Loss(*static)
+    loss = _Loss(
+        vocab_axis, z_loss, soft_cap, chunk_tokens, products, precision, str(head.dtype), layout
+    )
     hidden, head, labels, weights = varying.alike(hidden, head, labels, weights)
     if reduction == "none":
         losses = _losses(loss, hidden, head, labels)
@@ -202,7 +202,7 @@ def _check_arguments(
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
 
 
-def _option(name: str, value: Any, to: Callable[[Any], T], kind: str) -> T:
+def _option(name: str, value: object, to: Callable[..., T], kind: str) -> T:
     """Return a static option as a Python number."""
     try:
         if not isinstance(value, bool | str):
@@ -366,7 +366,7 @@ def _losses_forward(
 
 def _losses_backward(loss: _Loss, saved: PyTree, g: PyTree) -> tuple[PyTree, ...]:
     needed, hidden, head, labels = saved
-    if _is_zero(g) or not needed:
+    if isinstance(g, SymbolicZero) or not needed:
         return None, None, None
     _, of_hidden, of_head = _sweep(loss, needed, hidden, head, labels, g)
     return of_hidden, None if of_head is None else of_head.astype(head.dtype), None
@@ -399,7 +399,7 @@ def _sum_forward(
 
 def _sum_backward(loss: _Loss, saved: PyTree, g: PyTree) -> tuple[PyTree, ...]:
     """Multiply the gradients that the forward pass computed by the scalar `g`."""
-    if _is_zero(g):
+    if isinstance(g, SymbolicZero):
         return None, None, None, None
     of_hidden, of_head, of_weights = saved  # the last are the losses
     if of_hidden is not None:
@@ -412,10 +412,6 @@ def _sum_backward(loss: _Loss, saved: PyTree, g: PyTree) -> tuple[PyTree, ...]:
 
 
 _loss_sum.defvjp(_sum_forward, _sum_backward, symbolic_zeros=True)
-
-
-def _is_zero(g: object) -> bool:
-    return isinstance(g, jax.custom_derivatives.SymbolicZero)
 
 
 def _without_masked(losses: jax.Array, weights: jax.Array) -> jax.Array:

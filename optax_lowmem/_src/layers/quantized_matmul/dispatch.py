@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays.groups import MAX_ELEMENTS
+from optax_lowmem._src.arrays.typing import Shaped
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.kernels.along_axes import Cut, along_axes, broadcast, factors_of, names_of
 from optax_lowmem._src.layers.quantized_matmul.plain import (
@@ -27,7 +28,7 @@ _UNITS = (8, 64, 128)
 _LEAST = (128, 256, 128)  # below one block of the result the kernel mostly computes padding
 
 
-def _rows_reason(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+def _rows_reason(x: Shaped) -> str | None:
     """Return why the kernel cannot quantize an array's rows on this platform, or None."""
     if x.ndim == 0 or x.shape[-1] > LONGEST_ROW:
         return f"rows of {x.shape[-1:]} are longer than {LONGEST_ROW}"
@@ -106,7 +107,7 @@ def multiply(
     plain = functools.partial(
         multiply_plain, sums=sums, dtype=dtype, transposed=transposed, sharding=sharding
     )
-    if product_reason(a, b, sums, dtype, transposed) is not None:
+    if product_reason(a.codes, b.codes, sums, dtype, transposed) is not None:
         return plain(a, b)
     from optax_lowmem._src.layers.quantized_matmul import mosaic
 
@@ -135,33 +136,28 @@ def multiply(
 
 
 def product_reason(
-    a: Quantized, b: Quantized, sums: int, dtype: DTypeLike, transposed: bool = False
+    a: Shaped, b: Shaped, sums: int, dtype: DTypeLike, transposed: bool = False
 ) -> str | None:
-    """Return why XLA computes a product on this platform, or None if the kernel does.
+    """Return why XLA computes a product of codes on this platform, or None if the kernel does.
 
-    Operands are arrays or `jax.ShapeDtypeStruct`s. The kernel, for Hopper's tensor cores, scales
-    the sums before it writes them. XLA also multiplies in 8 bits, but writes the sums first, at
-    four bytes each. `sums`, `dtype` and `transposed` are those of `multiply_plain`: the number of
-    axes that are summed over, the dtype of the result, and whether these axes are the first.
+    The kernel, for Hopper's tensor cores, scales the sums before it writes them. XLA also
+    multiplies in 8 bits, but writes the sums first, at four bytes each. `sums`, `dtype` and
+    `transposed` are those of `multiply_plain`.
     """
-    reason = platform.no_kernel_reason(a.codes) or platform.not_hopper_reason()
+    reason = platform.no_kernel_reason(a) or platform.not_hopper_reason()
     if reason is not None:
         return reason
     if not platform.has_mosaic_gpu():
         return f"the kernel needs Mosaic GPU of JAX {platform.MOSAIC_GPU} or newer"
-    if transposed or sums != 1 or b.codes.ndim != 2:
+    if transposed or sums != 1 or b.ndim != 2:
         return "the kernel sums over the last axis of both operands, and the right one is a matrix"
     if jnp.dtype(dtype) not in platform.FLOATS:
         names = ", ".join(map(str, platform.FLOATS))
         return f"the kernel's results are {names}, not {jnp.dtype(dtype)}"
-    kinds = tuple(x.codes.dtype.name for x in (a, b))
+    kinds = tuple(x.dtype.name for x in (a, b))
     if kinds[0] != kinds[1] and "int8" in kinds:
         return f"the tensor cores do not multiply {kinds[0]} by {kinds[1]}"
-    return _sizes_reason(math.prod(a.codes.shape[:-1]), *b.codes.shape)
-
-
-def _sizes_reason(rows: int, columns: int, length: int) -> str | None:
-    """Return why the kernel does not support a product of these sizes, or None."""
+    rows, (columns, length) = math.prod(a.shape[:-1]), b.shape
     sizes = (rows, columns, length)
     if any(size % unit for size, unit in zip(sizes, _UNITS, strict=True)):
         return f"{sizes} rows, columns and summed numbers are not multiples of {_UNITS}"

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays import varying
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.layers.quantized_matmul.plain import Quantized
 
@@ -32,7 +33,9 @@ _STORED_ROWS, _STORED_BYTES = 64, 128  # piece of the result that is written at 
 _COPYING_REGISTERS = 40  # per thread, which leaves 232 per multiplying thread
 
 
-def _layout(bytes_wide: int, dtype: DTypeLike) -> tuple[Any, Any]:
+def _layout(
+    bytes_wide: int, dtype: DTypeLike
+) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Return the tiling and swizzle of rows in shared memory, for TMA and the tensor cores."""
     swizzle = plgpu.find_swizzle(bytes_wide * 8)
     lanes = swizzle // jnp.dtype(dtype).itemsize
@@ -42,9 +45,9 @@ def _layout(bytes_wide: int, dtype: DTypeLike) -> tuple[Any, Any]:
 def _pipeline(
     steps: int,
     dtypes: tuple[DTypeLike, DTypeLike],
-    step: Callable[..., Any],
-    around: Callable[..., Any],
-) -> Any:
+    step: Callable[..., PyTree],
+    around: Callable[..., None],
+) -> Any:  # JAX's type of pipelines is private
     """Return a pipeline that copies both operands, block by block, and calls `step` on each."""
     specs = [
         plgpu.BlockSpec(
@@ -116,17 +119,17 @@ def _body(a: jax.Ref, b: jax.Ref, of_a: jax.Ref, of_b: jax.Ref, out: jax.Ref) ->
         (_MULTIPLYING, 2, *stored), out.dtype, transforms=_layout(_STORED_BYTES, out.dtype)
     )
 
-    def program(shared: Any, buffers: jax.Ref) -> None:
+    def program(shared: PyTree, buffers: jax.Ref) -> None:
         group = lax.axis_index("warpgroup")
         group_columns = pl.ds(group * TILE, TILE)
 
         @plgpu.nd_loop((math.prod(blocks),), collective_axes="program")
-        def _(loop: Any) -> None:
+        def _(loop: plgpu.NDLoopInfo) -> None:
             block = plgpu.planar_snake(loop.index[0], blocks, 0, _TOGETHER)
             row, column = block[0] * TILE, block[1] * COLUMNS
             part = pl.ds(row, TILE), pl.ds(column, COLUMNS)
 
-            def around(run: Callable[[Any], Any]) -> None:
+            def around(run: Callable[[jax.Ref], object]) -> None:
                 # loaded before the sums, which wait for their first block in any case
                 of_rows = _scales(of_a, row, 1)
                 of_columns = _scales(of_b, column + group * TILE, 0)
@@ -160,7 +163,7 @@ def _padded_scales(x: Quantized, block: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
-def multiply(a: Quantized, b: Quantized, dtype: jnp.dtype, interpret: Any = None) -> jax.Array:
+def multiply(a: Quantized, b: Quantized, dtype: jnp.dtype, interpret: object = None) -> jax.Array:
     """Compute `quantized_matmul.multiply_plain(a, b, 1, dtype)` of matrices [m, k] and [n, k].
 
     Both operands are int8, or each has a float8 format. Blocks at the edges may be partial (TMA

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.arrays import numerics
 
@@ -51,6 +52,10 @@ class Quantized(NamedTuple):
     codes: jax.Array
     scales: jax.Array
 
+    def dequantize(self, dtype: DTypeLike) -> jax.Array:
+        """Return codes * scales, computed in f32."""
+        return (self.codes.astype(jnp.float32) * self.scales).astype(dtype)
+
 
 def quantize_plain(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Quantized:
     r"""Return codes round(x * largest / absmax) and scales absmax / largest (SwitchBack, eq. 1).
@@ -71,9 +76,8 @@ def quantize_plain(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format)
 
 def absmax_of(x: jax.Array, axes: int | tuple[int, ...] | None) -> jax.Array:
     """Return f32 maxima of |x|, at least 2^-100, with size 1 on the axes that share one."""
-    over = range(x.ndim) if axes is None else axes
-    over = tuple(over) if isinstance(over, Iterable) else (over,)
-    over = tuple(axis % x.ndim for axis in over)
+    listed = range(x.ndim) if axes is None else (axes,) if isinstance(axes, int) else axes
+    over = tuple(axis % x.ndim for axis in listed)
     if x.size == 0:
         shape = [1 if axis in over else size for axis, size in enumerate(x.shape)]
         return jnp.full(shape, numerics.from_bits(jnp.uint32(_LEAST_BITS)))

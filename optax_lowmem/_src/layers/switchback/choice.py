@@ -5,14 +5,14 @@ the products' T K N operations, so it does not pay off for narrow layers or few 
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.kernels import platform
-from optax_lowmem._src.layers.quantized_matmul import Format, Quantized, product_reason
+from optax_lowmem._src.layers.quantized_matmul import product_reason
 from optax_lowmem._src.layers.switchback.products import ProductSettings
 
 IMPLEMENTATIONS = ("quantized", "auto")
@@ -58,17 +58,11 @@ def estimates(
         (settings.forward, outputs, inputs),
         (settings.gradient, inputs, outputs),
     ):
-        a, b = _operand(tokens, length, left), _operand(columns, length, settings.forward)
+        a = jax.ShapeDtypeStruct((tokens, length), left.dtype)
+        b = jax.ShapeDtypeStruct((columns, length), settings.forward.dtype)
         if product_reason(a, b, 1, dtype) is not None:
             quantized += _UNSCALED * tokens * columns
     return quantized, 3 * standard
-
-
-def _operand(rows: int, length: int, to: Format) -> Quantized:
-    """Return the shapes and dtypes of a quantized matrix."""
-    codes: Any = jax.ShapeDtypeStruct((rows, length), to.dtype)
-    scales: Any = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
-    return Quantized(codes, scales)
 
 
 def choose(

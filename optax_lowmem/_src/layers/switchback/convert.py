@@ -10,11 +10,13 @@ from typing import Any
 from flax import linen, nnx
 
 from optax_lowmem._src.arrays.roles.parts import PARTS, chooser
+from optax_lowmem._src.arrays.typing import PyTree
 from optax_lowmem._src.layers.switchback.dot_general import switchback_dot_general
 
 Chooser = Callable[[str, Any], bool]
 Where = str | Sequence[str] | Chooser
 To = type | Callable[..., Any]  # a class of layers, a partial of one, or a dot_general
+Method = Callable[..., PyTree]  # of a Linen module
 
 
 def convert(model: nnx.Module | linen.Module, where: Where = "*", to: To | None = None) -> Any:
@@ -51,12 +53,7 @@ def convert(model: nnx.Module | linen.Module, where: Where = "*", to: To | None 
       'SwitchBackLinear'
     """
     to = switchback_dot_general() if to is None else to
-    chosen: Chooser
-    if callable(where):
-        chosen = where
-    else:
-        part = isinstance(where, str) and where in PARTS
-        chosen = _Selection(where if part else (where,) if isinstance(where, str) else tuple(where))
+    chosen = where if callable(where) else _Selection.of(where)
     if isinstance(model, nnx.Module):
         return _convert_nnx(model, chosen, to)
     if isinstance(model, linen.Module):
@@ -72,7 +69,14 @@ def convert(model: nnx.Module | linen.Module, where: Where = "*", to: To | None 
 class _Selection:
     """Select layers by patterns of their paths, or by the name of a part of a transformer."""
 
-    where: Any  # the name of a part, or patterns
+    where: str | tuple[str, ...]  # the name of a part, or patterns
+
+    @classmethod
+    def of(cls, where: str | Sequence[str]) -> "_Selection":
+        """Return the selection of a part's name, or of one or several patterns."""
+        if isinstance(where, str):
+            return cls(where if where in PARTS else (where,))
+        return cls(tuple(where))
 
     def __call__(self, path: str, layer: object) -> bool:
         if isinstance(self.where, str):
@@ -85,40 +89,38 @@ def _no_match(paths: Iterable[str]) -> ValueError:
     return ValueError(f"no dense layer matches `where`; dense layers: {known}")
 
 
-def _class_of(to: To) -> Any:
-    return to.func if isinstance(to, functools.partial) else to
+def _layer_class(to: To) -> type | None:
+    """Return the class of the layers that `to` makes; None for a dot_general."""
+    cls = to.func if isinstance(to, functools.partial) else to
+    return cls if isinstance(cls, type) else None
 
 
 def _check(to: To, kind: type) -> None:
     """Raise unless `to` is a subclass of `kind` or a dot_general."""
-    cls = _class_of(to)
-    other = isinstance(cls, type) and not issubclass(cls, kind)
-    if not callable(to) or other or isinstance(cls, nnx.Module | linen.Module):
+    cls = _layer_class(to)
+    other = cls is not None and not issubclass(cls, kind)
+    if not callable(to) or other or isinstance(to, nnx.Module | linen.Module):
         raise TypeError(
             f"for this model `to` must be a subclass of {kind.__module__}.{kind.__name__} or a "
             f"dot_general, got {to!r}"
         )
 
 
-def _is_class(to: To) -> bool:
-    return isinstance(_class_of(to), type)
-
-
 # arguments for which a partial given as `to` overrides the replaced layer
 _ARGUMENTS_OF_CALL = ("dtype", "precision", "promote_dtype", "preferred_element_type")
 
 
-def _arguments_of(layer: object, names: Iterable[str], to: To) -> dict[str, Any]:
+def _arguments_of(layer: object, names: Iterable[str], to: To) -> dict[str, object]:
     """Return a layer's arguments for its replacement, except those that a partial overrides."""
     overridden = to.keywords if isinstance(to, functools.partial) else ()
     free = [name for name in _ARGUMENTS_OF_CALL if name in overridden]
     return {name: getattr(layer, name) for name in names if name not in free}
 
 
-def _overrides_call(path: str, layer: object, to: To) -> TypeError:
+def _overrides_call(path: str, layer: object, other: type) -> TypeError:
     return TypeError(
-        f"'{path}' is a {type(layer).__name__}, which overrides __call__, as "
-        f"{_class_of(to).__name__} does: leave it out of `where`, or pass a dot_general as `to`."
+        f"'{path}' is a {type(layer).__name__}, which overrides __call__, as {other.__name__} "
+        "does: leave it out of `where`, or pass a dot_general as `to`."
     )
 
 
@@ -130,7 +132,7 @@ _OF_LINEAR = ("use_bias", "param_dtype", *_ARGUMENTS_OF_CALL)
 def _convert_nnx(model: nnx.Module, chosen: Chooser, to: To) -> nnx.Module:
     _check(to, nnx.Linear)
     model = nnx.merge(*nnx.split(model))  # new modules with the same arrays
-    kinds = (nnx.Linear,) if _is_class(to) else (nnx.Linear, nnx.LinearGeneral)
+    kinds = (nnx.Linear,) if _layer_class(to) else (nnx.Linear, nnx.LinearGeneral)
     layers = {
         "/".join(map(str, path)): layer
         for path, layer in nnx.iter_modules(model)
@@ -140,7 +142,7 @@ def _convert_nnx(model: nnx.Module, chosen: Chooser, to: To) -> nnx.Module:
     if not chosen_layers:
         raise _no_match(layers)
     for path, layer in chosen_layers.items():
-        if _is_class(to):
+        if _layer_class(to):
             _replace_class(path, layer, to)
         else:
             layer.dot_general = to
@@ -162,7 +164,7 @@ def _replace_class(path: str, layer: Any, to: To) -> None:
     if type(layer).__call__ is nnx.Linear.__call__:
         layer.__class__ = type(like)
     elif type(like).__call__ is not nnx.Linear.__call__:
-        raise _overrides_call(path, layer, to)
+        raise _overrides_call(path, layer, type(like))
     for name, value in vars(like).items():
         if not name.startswith("_") and name not in ("kernel", "bias"):
             setattr(layer, name, value)
@@ -178,22 +180,22 @@ _running: contextvars.ContextVar[tuple[type, ...]] = contextvars.ContextVar("run
 
 
 @functools.lru_cache(128)  # equal conversions give the same class, and so compile once
-def _converting_class(base: type[linen.Module], chosen: Chooser, to: To) -> Any:
+def _converting_class(base: type[linen.Module], chosen: Chooser, to: To) -> Method:
     """Return a subclass whose `init` and `apply` replace the chosen layers, at the same paths."""
-    kinds = (linen.Dense,) if _is_class(to) else (linen.Dense, linen.DenseGeneral)
+    kinds = (linen.Dense,) if _layer_class(to) else (linen.Dense, linen.DenseGeneral)
 
-    def intercepted(method: Callable[..., Any]) -> Any:
+    def intercepted(method: Method) -> Method:
         @linen.nowrap
         @functools.wraps(method)
-        def run(self: linen.Module, *args: object, **kwargs: object) -> Any:
+        def run(self: linen.Module, *args: object, **kwargs: object) -> PyTree:
             seen: dict[str, bool] = {}
 
             def intercept(
-                call: Callable[..., Any],
+                call: Method,
                 given: tuple[object, ...],
                 named: Mapping[str, object],
                 context: linen.module.InterceptorContext,
-            ) -> Any:
+            ) -> PyTree:
                 layer = context.module
                 if context.method_name != "__call__" or not isinstance(layer, kinds):
                     return call(*given, **named)
@@ -236,16 +238,14 @@ _DENSE = [f.name for f in dataclasses.fields(linen.Dense) if f.init]
 _OF_DENSE = [f for f in _DENSE if f not in ("parent", "name", "dot_general", "dot_general_cls")]
 
 
-def _call_as(
-    path: str, layer: linen.Module, to: To, call: Callable[..., Any]
-) -> Callable[..., Any]:
+def _call_as(path: str, layer: linen.Module, to: To, call: Method) -> Method:
     """Return the call of a layer's replacement, in the same scope and so with its parameters."""
-    others: dict[str, Any] = {"dot_general": to, "dot_general_cls": None}
-    if _is_class(to):
+    others: dict[str, object] = {"dot_general": to, "dot_general_cls": None}
+    if _layer_class(to):
         twin = to(**_arguments_of(layer, _OF_DENSE, to), parent=None)
         if type(twin).__call__ is not linen.Dense.__call__:  # differs in more than dot_general
             if type(layer).__call__ is not linen.Dense.__call__:
-                raise _overrides_call(path, layer, to)
+                raise _overrides_call(path, layer, type(twin))
             twin = twin.clone(parent=layer.scope)
             object.__setattr__(twin, _TAKEN, True)
             return twin
@@ -254,7 +254,7 @@ def _call_as(
 
     others[_TAKEN] = True
 
-    def run(*args: object, **kwargs: object) -> Any:
+    def run(*args: object, **kwargs: object) -> PyTree:
         kept = {name: getattr(layer, name, None) for name in others}
         try:  # by object.__setattr__, since modules are frozen
             for name, value in others.items():

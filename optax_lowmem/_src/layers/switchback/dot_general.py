@@ -143,50 +143,33 @@ class _DotGeneral:
         if out_sharding is not None and rhs.ndim != 2:
             raise TypeError(f"out_sharding needs a weight that is a matrix, got {rhs.shape}")
         lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
-        if not self.choose(*_sizes(lhs, rhs, dimension_numbers), dtype).quantized:
+        (sum_l, sum_r), (batch_l, batch_r) = (tuple(map(tuple, pair)) for pair in dimension_numbers)
+        rest_l, rest_r = _others(lhs, sum_l + batch_l), _others(rhs, sum_r + batch_r)
+        tokens, inputs, outputs = (
+            math.prod(x.shape[axis] for axis in axes)
+            for x, axes in ((lhs, rest_l), (rhs, sum_r), (rhs, rest_r))
+        )
+        if not self.choose(tokens, inputs, outputs, dtype).quantized:
             return lax.dot_general(
                 lhs, rhs, dimension_numbers, precision, preferred_element_type,
                 out_sharding=out_sharding,
             )  # fmt: skip
+        x = lhs.transpose(batch_l + rest_l + sum_l)
+        w = rhs.transpose(batch_r + sum_r + rest_r)
+        batch = len(batch_l)
+        if len(sum_l) != 1:
+            x = x.reshape(*x.shape[: batch + len(rest_l)], inputs)
+        if len(sum_r) != 1 or len(rest_r) != 1:
+            w = w.reshape(*w.shape[:batch], inputs, outputs)
         how = (self.variant, self.forward, self.gradient)
         settings = ProductSettings(*how, precision, result, out_sharding)
-        return _as_matrices(settings, lhs, rhs, dimension_numbers)
-
-
-def _sizes(
-    lhs: jax.Array, rhs: jax.Array, numbers: lax.DotDimensionNumbers
-) -> tuple[int, int, int]:
-    """Return tokens, inputs and outputs of a product, without the batch axes."""
-    (sum_l, sum_r), (batch_l, batch_r) = (tuple(map(tuple, pair)) for pair in numbers)
-    sizes = (
-        [lhs.shape[axis] for axis in _others(lhs, sum_l + batch_l)],
-        [rhs.shape[axis] for axis in sum_r],
-        [rhs.shape[axis] for axis in _others(rhs, sum_r + batch_r)],
-    )
-    tokens, inputs, outputs = map(math.prod, sizes)
-    return tokens, inputs, outputs
-
-
-def _as_matrices(
-    settings: ProductSettings, lhs: jax.Array, rhs: jax.Array, numbers: lax.DotDimensionNumbers
-) -> jax.Array:
-    """Compute the product [*batch, *rest of lhs, *rest of rhs] by products of matrices."""
-    (sum_l, sum_r), (batch_l, batch_r) = (tuple(map(tuple, pair)) for pair in numbers)
-    rest_l = _others(lhs, sum_l + batch_l)
-    rest_r = _others(rhs, sum_r + batch_r)
-    x = lhs.transpose(batch_l + rest_l + sum_l)
-    w = rhs.transpose(batch_r + sum_r + rest_r)
-    batch, out = len(batch_l), [rhs.shape[axis] for axis in rest_r]
-    length = math.prod(rhs.shape[axis] for axis in sum_r)
-    if len(sum_l) != 1:
-        x = x.reshape(*x.shape[: batch + len(rest_l)], length)
-    if len(sum_r) != 1 or len(out) != 1:
-        w = w.reshape(*w.shape[:batch], length, math.prod(out))
-    product = functools.partial(matmul, settings)
-    for _ in range(batch):
-        product = jax.vmap(product)
-    y = product(x, w)
-    return y if len(out) == 1 else y.reshape(*y.shape[:-1], *out)
+        product = functools.partial(matmul, settings)
+        for _ in range(batch):
+            product = jax.vmap(product)
+        y = product(x, w)
+        if len(rest_r) == 1:
+            return y
+        return y.reshape(*y.shape[:-1], *(rhs.shape[axis] for axis in rest_r))
 
 
 def _others(x: jax.Array, axes: Sequence[int]) -> tuple[int, ...]:

@@ -13,11 +13,8 @@ from optax_lowmem._src.layers.switchback.dot_general import switchback_dot_gener
 class SwitchBackDense(nn.Dense):
     """`nn.Dense` with the same arguments, parameters and names, whose products run in 8 bits.
 
-    Attributes:
-      variant: as in `switchback_dot_general`, which has the mathematics and its limits.
-      format: as in `switchback_dot_general`.
-      scaling: as in `switchback_dot_general`.
-      implementation: as in `switchback_dot_general`.
+    Beside the attributes of `nn.Dense` it has the arguments of `switchback_dot_general`, which has
+    the mathematics and its limits.
 
     Example:
       >>> import jax.numpy as jnp

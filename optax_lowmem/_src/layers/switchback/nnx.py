@@ -13,14 +13,8 @@ from optax_lowmem._src.layers.switchback.dot_general import switchback_dot_gener
 class SwitchBackLinear(nnx.Linear):
     """`nnx.Linear` with the same arguments, parameters and names, whose products run in 8 bits.
 
-    Args:
-      in_features: as in `nnx.Linear`.
-      out_features: as in `nnx.Linear`.
-      variant: as in `switchback_dot_general`, which has the mathematics and its limits.
-      format: as in `switchback_dot_general`.
-      scaling: as in `switchback_dot_general`.
-      implementation: as in `switchback_dot_general`.
-      **more: other arguments of `nnx.Linear`.
+    Beside the arguments of `nnx.Linear` it has those of `switchback_dot_general`, which has the
+    mathematics and its limits.
 
     Example:
       >>> import jax.numpy as jnp

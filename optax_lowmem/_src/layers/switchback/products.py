@@ -115,7 +115,7 @@ def _gradients(
     rows = tuple(range(last))
     of_x, of_w = sharding_of(jax.tree.leaves(x)[0]), sharding_of(w)
     if isinstance(x, Quantized):
-        x = (x.codes.astype(jnp.float32) * x.scales).astype(w.dtype)
+        x = x.dequantize(w.dtype)
     per_g, per_w = variant.input_gradient
     codes = _quantized_operand(g, per_g, settings.gradient, (last,))
     weights = _quantized_operand(w, per_w, settings.forward, (1,))

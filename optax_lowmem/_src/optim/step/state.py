@@ -352,13 +352,14 @@ def check_order(gradients: list[jax.Array], params: optax.Params, correction: op
 def promoted(path: str, correction: jnp.dtype) -> str:
     """Return the error message for an f32 weight whose state corrects a 16-bit weight."""
     return (
-        f"weight '{path}' is float32, but the state corrects a 16-bit weight (by {correction}). An "
-        "f32 update was added to it without a cast, as eqx.apply_updates and params + updates do: "
-        "use optax.apply_updates or lowmem.step, or make the optimizer with "
-        "update_dtype='param' (storage=Storage(update_dtype='param'), or the argument of "
-        "split_master_weights). If it was cast, or the state restored for other weights, begin "
-        "with params, state = lowmem.init(tx, params_f32). If gradients and weights are in each "
-        "other's place, call tx.update(grads, state, params)."
+        f"weight '{path}' is float32, but the state corrects a 16-bit weight (by {correction}). "
+        "Four things cause this. An f32 update was added without a cast, as eqx.apply_updates and "
+        "params + updates do: use optax.apply_updates or lowmem.step, or update_dtype='param' "
+        "(storage=Storage(update_dtype='param'), or the argument of split_master_weights). "
+        "master_params or ema_params were put into the model that is trained: put them into a "
+        "copy. The weights were cast, or the state restored for other weights: begin with "
+        "params, state = lowmem.init(tx, params_f32). Gradients and weights are in each other's "
+        "place: call tx.update(grads, state, params)."
     )
 
 

@@ -35,16 +35,18 @@ def compress_state(
       update_dtype: `gradient`, updates in the gradients' dtype as in optax, or `float32`.
         (Inside `split_master_weights` gradients, and therefore updates, are f32.)
       **slot_codecs: a codec for each slot by the name of its field, such as `mu=softsign()` or
-        `mu="int8"`, a name of `codecs.NAMES`.
+        `mu="int8"`, a name of `codecs.NAMES`: with a sign for slots that may be negative, without
+        one for others. Slots of optimizers outside of optax must be registered for names
+        (`register_slot`).
 
     Returns:
       An optax transformation. Its state keeps the inner state's types, with codes in their slots.
 
     Raises:
-      ValueError: in `init`, for a slot that the state does not have (the error lists its slots) or
-        that cannot be rounded (centered `rmsprop`), for moments whose shape is not their
-        parameter's (`optax.contrib.galore`), for a signed slot with an unsigned codec, or around an
-        optimizer that splits master weights.
+      ValueError: in `init`, for a slot that the state does not have (the error lists its slots),
+        a name for a slot that is not registered, a slot that cannot be rounded (centered
+        `rmsprop`), moments whose shape is not their parameter's (`optax.contrib.galore`), a signed
+        slot with an unsigned codec, or around an optimizer that splits master weights.
 
     Memory: 1.06 bytes (e8m8 scales) or 1.13 bytes (f32 scales) per value instead of 4.
 
@@ -95,9 +97,9 @@ def compand_momentum(
     """Store the first moment of a transformation as companded int8 (FlashOptim, equation 3).
 
     Args:
-      inner: a transformation of optax with a first moment in f32 (`mu`, `trace`, `m`, `ema`), or
-        `scale_by_adam_mini`; or a decay b for a plain link of a chain, m = b m + (1-b) g without
-        debiasing.
+      inner: a transformation of optax with a first moment in f32 (`mu`, `trace`, `m`, `ema`,
+        `exp_avg`), or `scale_by_adam_mini`; or a decay b for a plain link of a chain,
+        m = b m + (1-b) g without debiasing.
       codec: the codec, or its name; `"int8"` (softsign) by default.
       group_size: number of neighbors on the last axis that share a scale.
       rounding: `stochastic` or `nearest`.
@@ -134,8 +136,9 @@ def sqrt_variance_quant(
 
     Args:
       inner: a transformation of optax with a non-negative second moment in f32 (`nu`, `n`,
-        `sum_of_squares`), or `scale_by_adam_mini`, whose block-wise values are grouped as one flat
-        vector; or a decay b for a plain link of a chain, g / sqrt(v) with v = b v + (1-b) g^2.
+        `exp_avg_sq`, `sum_of_squares`), or `scale_by_adam_mini`, whose block-wise values are
+        grouped as one flat vector; or a decay b for a plain link of a chain, g / sqrt(v) with
+        v = b v + (1-b) g^2.
       codec: the codec, or its name; `"int8"` (sqrt) by default.
       group_size: number of neighbors on the last axis that share a scale.
       rounding: `stochastic` or `nearest`.

@@ -43,7 +43,14 @@ from optax_lowmem._src.optim.step.storage import (
     codec_of,
     warn_of_patterns,
 )
-from optax_lowmem._src.optim.wrappers.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
+from optax_lowmem._src.optim.wrappers.slots import (
+    REFUSED,
+    SlotFacts,
+    facts,
+    is_known,
+    map_slots,
+    scale_name,
+)
 
 Select = Callable[[str, SlotFacts], GroupCodec | str | None]
 
@@ -242,8 +249,18 @@ class Compressor:
 
         def visit(node: optax.OptState, field: str, value: PyTree) -> PyTree:
             leaves = jax.tree.leaves(value)
-            if not leaves or any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves):
+            floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+            if floats or not leaves:
                 fields[field] = None
+            by_name = isinstance(self.select(field, facts(node, field, ours=True)), str)
+            if by_name and not is_known(node, field) and any(leaf.ndim for leaf in floats):
+                kind = type(node).__name__
+                raise ValueError(
+                    f"{kind}.{field} is not registered: is it ever negative? A mean of squares in "
+                    "codes with a sign makes training diverge. Call lowmem.register_slot("
+                    f"'{kind}', '{field}', signed=False) if it never is, otherwise with "
+                    "signed=True; or pass a codec instead of a name."
+                )
             return value
 
         map_slots(visit, state)

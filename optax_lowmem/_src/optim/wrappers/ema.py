@@ -111,6 +111,12 @@ def track_master_ema(
     In bf16 such an average stalls once (1 - decay) |w - e| is below 2^-9 |e|; at 24 bits with
     stochastic rounding its expectation moves at any distance.
 
+    Numerics: stochastic rounding to 24 bits adds to each step an error of mean 0 and a standard
+    deviation of at most 2^-16 M, where M is the largest |e| so far. Errors of earlier steps decay
+    with the average, so the standard deviation of e is at most 2^-16 M / sqrt(1 - decay^2): 1.1e-4
+    M at decay = 0.99, 3.4e-4 M at 0.999. The sum e + (1 - decay) (w - e) is rounded to f32 before,
+    which adds at most 2^-24 M / (1 - decay); `bits=32` has this error only.
+
     Args:
       inner: the whole optimizer, including its split of master weights.
       decay: decay rate, in [0, 1).

@@ -28,9 +28,20 @@ _UNKNOWN = SlotFacts(signed=True, constant_init=False)
 
 _ADAMS = ("ScaleByAdamState", "ScaleByAmsgradState", "ScaleByBeliefState", "ScaleByNovogradState",
           "ScaleByRStdDevState")  # fmt: skip
+_AVERAGES = ("DAdaptAdamWState", "MomoAdamState", "ProdigyState")
 SLOTS: dict[tuple[str, str], SlotFacts] = {
-    **{(state, "mu"): _FIRST for state in (*_ADAMS, "ScaleByLionState")},
-    **{(state, "nu"): _SECOND for state in (*_ADAMS, "ScaleByRmsState")},
+    **{(state, "mu"): _FIRST for state in (*_ADAMS, "ScaleByLionState", "MuonState")},
+    **{(state, "nu"): _SECOND for state in (*_ADAMS, "ScaleByAdemamixState")},
+    **{(state, "nu"): _SECOND for state in ("ScaleByRmsState", "ScaleByRmsWithCountState")},
+    **{(state, "exp_avg"): _FIRST for state in (*_AVERAGES, "MomoState")},
+    **{(state, "exp_avg_sq"): _SECOND for state in _AVERAGES},
+    **{(state, "grad_sum"): SlotFacts(signed=True) for state in _AVERAGES if "Momo" not in state},
+    **{("ScaleByAdemamixState", m): _FIRST for m in ("m1", "m2")},
+    ("ScaleBySimplifiedAdEMAMixState", "m"): _FIRST,
+    ("ScaleBySimplifiedAdEMAMixState", "n"): _SECOND,
+    ("MadgradState", "grad_sum_sq"): SlotFacts(signed=False, moment=2),
+    ("MadgradState", "s"): SlotFacts(signed=True),
+    ("SophiaState", "mu"): _FIRST,
     ("ScaleByAmsgradState", "nu_max"): SlotFacts(signed=False, running_maximum=True, moment=2),
     ("ScaleByAdanState", "m"): _FIRST,
     ("ScaleByAdanState", "v"): _FIRST,  # despite its name, signed: mean of gradient differences

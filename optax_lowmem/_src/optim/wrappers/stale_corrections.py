@@ -121,15 +121,15 @@ def stale_corrections(
     of_rounded = [path for path in changed if path in rounded]
     stale = (
         f"the updates of {trees.some_of(of_split)} are changed after the split of their "
-        "master weights, which makes the corrections stale. Put the transformation that "
-        "changes them inside: "
-        f"{_INSIDE}."
+        "master weights into 16 bits and a correction, which no longer fit together then. Put the "
+        "transformation that changes them before the optimizer; or, if it must follow (here "
+        f"`wrapper`), inside of the split: {_INSIDE}."
     )
     twice = (
         f"the updates of {trees.some_of(of_rounded)} are changed after their 16-bit weights "
         "were rounded stochastically: the changes are rounded to nearest, and steps under half "
         "an ulp of a weight are lost. Put the transformation that changes them before the "
-        f"optimizer, or inside a split: {_INSIDE}."
+        f"optimizer; or, if it must follow (here `wrapper`), inside of a split: {_INSIDE}."
     )
     return ChangesAfter((stale,) * bool(of_split), (twice,) * bool(of_rounded))
 

@@ -10,7 +10,6 @@ cost is in docs/internals/checkpoints.md.
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from io import BufferedIOBase
 from typing import TYPE_CHECKING
 
 import jax
@@ -134,23 +133,10 @@ def _hash(path: "epath.Path", start: int) -> bytes:
     """Hash one block; several threads run this at once."""
     import xxhash
 
-    hasher, piece = xxhash.xxh3_64(), memoryview(bytearray(_PIECE))
+    hasher, left = xxhash.xxh3_64(), _BLOCK
     with path.open("rb") as file:
         file.seek(start)
-        for _ in range(_BLOCK // _PIECE):
-            hasher.update(piece[: _read_into(file, piece)])
+        while left and (piece := file.read(min(_PIECE, left))):
+            hasher.update(piece)
+            left -= len(piece)
     return hasher.digest()
-
-
-def _read_into(file: BufferedIOBase, piece: memoryview) -> int:
-    """Read until the piece is full or the file ends, by as many reads as that takes."""
-    count = 0
-    while count < len(piece):
-        part = file.read(len(piece) - count) if not hasattr(file, "readinto") else None
-        got = file.readinto(piece[count:]) if part is None else len(part)
-        if not got:
-            break
-        if part is not None:
-            piece[count : count + got] = part
-        count += got
-    return count

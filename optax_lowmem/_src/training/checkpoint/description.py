@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import optax
@@ -13,7 +12,7 @@ from optax_lowmem._src.optim import context
 
 FORMAT_VERSION = 3
 NAME = "optax_lowmem"
-DtypesAndShapes = dict[str, list[Any]]  # path -> [dtype, shape]
+DtypesAndShapes = dict[str, list[str | list[int]]]  # path -> [dtype, shape]
 
 
 _full_path = functools.partial(jax.tree_util.keystr, simple=True, separator="/")  # every key
@@ -56,7 +55,7 @@ def describe(
     params: optax.Params, state: optax.OptState, decisions: Sequence[context.Decision]
 ) -> Json:
     """Return `metadata`, from the state and the decisions of a `context.dry_run`."""
-    slots: dict[str, dict[str, Any]] = {}
+    slots: dict[str, dict[str, Json]] = {}
     for decision in decisions:
         if decision.slot == "step":
             continue
@@ -76,7 +75,7 @@ def describe(
 def _describe_slot(decision: context.Decision) -> Json:
     if decision.slot == "correction":
         return {"split": decision.form}
-    results: dict[str, Any] = {"codec": None}
+    results: dict[str, object] = {"codec": None}
     if decision.codec is not None:
         results = {
             "codec": decision.codec.name,
@@ -87,9 +86,8 @@ def _describe_slot(decision: context.Decision) -> Json:
     if decision.block is not None:
         block = decision.block
         heads = list(block.heads) if block.heads else None
-        results["block"] = {"axes": list(block.axes), "heads": heads}
-        if len(block.parts) > 1:
-            results["block"]["rows_and_columns"] = True
+        factored = {"rows_and_columns": True} if len(block.parts) > 1 else {}
+        results["block"] = {"axes": list(block.axes), "heads": heads, **factored}
     return results
 
 
@@ -194,12 +192,13 @@ def array_differences(
     what: str, saved: DtypesAndShapes, here: DtypesAndShapes, remedy: str
 ) -> Iterator[str]:
     """Yield messages on how the saved arrays differ from the expected ones."""
-    missing = [path for path in here if path not in saved]
-    extra = [path for path in saved if path not in here]
+    missing = [f"'{path}'" for path in here if path not in saved]
+    extra = [f"'{path}'" for path in saved if path not in here]
     if missing or extra:
+        lacks, has = (trees.some_of(paths) or "nothing" for paths in (missing, extra))
         yield (
-            f"the checkpoint has a different tree of {what} arrays: it lacks "
-            f"{_first_paths(missing)}, and has {_first_paths(extra)} in addition. {remedy}"
+            f"the checkpoint has a different tree of {what} arrays: it lacks {lacks}, and has "
+            f"{has} in addition. {remedy}"
         )
     for path, form in here.items():
         if path in saved and list(saved[path]) != form:
@@ -207,11 +206,6 @@ def array_differences(
                 f"{what} '{path}' was saved as {saved[path][0]}{saved[path][1]}, but "
                 f"{form[0]}{form[1]} is expected and arrays are not cast. {remedy}"
             )
-
-
-def _first_paths(paths: list[str]) -> str:
-    names = ", ".join(f"'{path}'" for path in paths[:3])
-    return names + (f" and {len(paths) - 3} more" if len(paths) > 3 else "") or "nothing"
 
 
 def _without_rounding(form: Json) -> Json:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -23,9 +23,10 @@ except ModuleNotFoundError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
     from etils import epath  # comes with Orbax
 
-Manager = Any  # an `ocp.CheckpointManager`
+Manager: TypeAlias = "ocp.CheckpointManager"
 StrPath = str | os.PathLike[str]
 _STEP = re.compile(r"(?:.*_)?(\d+)")  # names of Orbax's folders: 7, step_7, 0007
 _TEMPORARY = re.compile(r"\d+\.orbax-checkpoint-tmp")
@@ -200,7 +201,7 @@ def _explaining_errors(manager: Manager, step: int, items: Iterable[str]) -> Ite
 # ---- handlers that write a checksum of every file ------------------------------------------------
 
 
-def handlers() -> Any:
+def handlers() -> "ocp.handlers.CheckpointHandlerRegistry":
     """Return handlers that write checksums of the items of `args`, for your `CheckpointManager`.
 
     `ocp.CheckpointManager(path, handler_registry=checkpoint.handlers())` writes the same files as
@@ -224,7 +225,7 @@ def handlers() -> Any:
     return _handlers()
 
 
-def _handlers(**options: object) -> Any:
+def _handlers(**options: object) -> "ocp.handlers.CheckpointHandlerRegistry":
     """Return `handlers()` with options of Orbax's handler of arrays."""
     ocp = orbax()
     arrays = type("Arrays", (_WritesChecksums, ocp.StandardCheckpointHandler), {})

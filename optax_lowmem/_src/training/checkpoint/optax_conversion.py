@@ -10,7 +10,6 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,12 +82,12 @@ def _optax_optimizer_of(engine: Engine) -> optax.GradientTransformation:
         (lambda count: 0.0) if name in engine.schedules else number
         for name, number in (("learning_rate", 0.0), ("weight_decay", 1e-4))
     )
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     if engine.matrices is not None:  # they decide the slots of each leaf
         arguments["muon_weight_dimension_numbers"] = engine.matrices.dimension_numbers
     if not _decays(engine):
         return make(rate, **arguments)
-    decay: dict[str, Any] = {"weight_decay": strength, "mask": engine.decay_mask}
+    decay: dict[str, PyTree] = {"weight_decay": strength, "mask": engine.decay_mask}
     accepted = inspect.signature(make).parameters
     accepted_decay = {name: value for name, value in decay.items() if name in accepted}
     if not accepted_decay:
@@ -222,12 +221,7 @@ class _Converter:
         self, ours: optax.OptState, theirs: optax.OptState, record: OptimizerRecord, where: str
     ) -> PyTree:
         """Return `ours` with the moments and the count of optax's state, encoded as it has them."""
-        values_of: dict[str, dict[str, PyTree]] = {slot: {} for slot in record.optax_fields}
-        counts: list[jax.Array] = []
-        _map_moments(
-            theirs, record, lambda slot, tree: values_of[slot].update(trees.named_leaves(tree)),
-            counts.append, where,
-        )  # fmt: skip
+        values_of, counts = self._moments(theirs, record, where)
         if len({int(count) for count in counts}) > 1:
             raise ValueError(
                 f"{where}: optax's state counts {sorted({int(c) for c in counts})} steps, in its "
@@ -235,15 +229,35 @@ class _Converter:
                 "the count to continue from, with optax.tree.set."
             )
         count = jnp.asarray(counts[0] if counts else 0, jnp.int32)
-        fields: dict[str, Any] = {"count": count}
+        fields: dict[str, PyTree] = {"count": count}
         for slot, values in values_of.items():
-            check_paths(slot, values, self.decisions.paths(slot), f"{where}.{slot}")
             stored, scales = getattr(ours, slot), getattr(ours, f"{slot}_scale")
             pop = functools.partial(self.decisions.pop_inside, slot=slot)
             fields[slot], fields[f"{slot}_scale"] = _encode_slot(
                 stored, scales, values, pop, ours.seed, count, f"{where}.{slot}"
             )
         return ours._replace(**fields)
+
+    def _moments(
+        self, theirs: optax.OptState, record: OptimizerRecord, where: str
+    ) -> tuple[dict[str, dict[str, jax.Array]], list[jax.Array]]:
+        """Return the moments of optax's state, by slot and path, and its counts.
+
+        Raises unless the leaves with a slot in optax are those with the slot here.
+        """
+        moments: dict[str, dict[str, jax.Array]] = {slot: {} for slot in record.optax_fields}
+        counts: list[jax.Array] = []
+        _map_moments(
+            theirs, record, lambda slot, tree: moments[slot].update(trees.named_leaves(tree)),
+            counts.append, where,
+        )  # fmt: skip
+        for slot, values in moments.items():
+            if differs := trees.difference(sorted(self.decisions.paths(slot)), sorted(values)):
+                raise ValueError(
+                    f"{where}.{slot}: {slot} does not have the leaves of the parameters: "
+                    f"{differs}. Give both optimizers the same parameters and masks."
+                )
+        return moments, counts
 
     def _compressed(self, ours: CompressedState, theirs: optax.OptState, where: str) -> PyTree:
         """Convert a state of optax to a `CompressedState` like `ours`."""
@@ -252,15 +266,7 @@ class _Converter:
         def f32_like(slot: str, name: str, stored: optax.Params) -> PyTree:
             """Return shapes of the values in place of codes; keep the codes for encoding."""
             codes[name] = stored
-            rows = zip(
-                jax.tree.leaves(stored),
-                jax.tree.leaves(self.decisions.values_of(slot, stored)),
-                jax.tree.leaves(ours.scales[name]),
-                strict=True,
-            )
-            # leaves without scales are stored unchanged
-            leaves = [values if jnp.ndim(scale) else leaf for leaf, values, scale in rows]
-            return jax.tree.unflatten(jax.tree.structure(stored), leaves)
+            return self.decisions.values_of(slot, stored)
 
         inner = self.walk(map_coded_slots(ours, ours.inner_state, f32_like), theirs, where)
         counts = optax.tree.get_all_with_path(theirs, "count")
@@ -281,15 +287,7 @@ class _Converter:
         self, ours: optax.OptState, theirs: optax.OptState, record: OptimizerRecord, where: str
     ) -> PyTree:
         """Return optax's state `theirs` with the decoded moments and the count of `ours`."""
-        paths: dict[str, list[str]] = {slot: [] for slot in record.optax_fields}
-
-        def note_paths(slot: str, like: optax.Params) -> PyTree:
-            paths[slot] += [path for path, _ in trees.named_leaves(like)]
-            return like
-
-        _map_moments(theirs, record, note_paths, lambda count: count, where)
-        for slot, names in paths.items():
-            check_paths(slot, names, self.decisions.paths(slot), f"{where}.{slot}")
+        self._moments(theirs, record, where)  # checks
 
         def field_of(slot: str, like: optax.Params) -> PyTree:
             pop = functools.partial(self.decisions.pop_inside, slot=slot)
@@ -371,18 +369,6 @@ def _by_state(names: Iterable[str]) -> str:
 
 def _is_state(node: PyTree) -> bool:
     return trees.is_state(node) and bool(node._fields)
-
-
-def check_paths(what: str, paths: Iterable[str], expected: Sequence[str], where: str) -> None:
-    """Raise unless the leaves with a slot in optax are those with the slot here."""
-    paths = list(paths)
-    missing = [path for path in expected if path not in paths]
-    extra = [path for path in paths if path not in expected]
-    if missing or extra:
-        raise ValueError(
-            f"{where}: {what} does not have the leaves of the parameters: missing {missing[:3]}, "
-            f"extra {extra[:3]}. Give both optimizers the same parameters and masks."
-        )
 
 
 def kinds(state: optax.OptState) -> str:

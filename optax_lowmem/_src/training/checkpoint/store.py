@@ -5,7 +5,7 @@ import math
 import operator
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -278,7 +278,7 @@ def _save(path: StrPath, step: int, keep: int | None, items: PyTree, largest: in
                 manager.delete(old)
 
 
-def _checked_integer(name: str, value: Any, least: int, other: str = "") -> int:
+def _checked_integer(name: str, value: PyTree, least: int, other: str = "") -> int:
     """Return a number of steps as an int; raise unless it is an integer of at least `least`."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)

@@ -1,7 +1,7 @@
 """`gaussws_noise`: the loss gets weights plus noise, the state stores the weights without it."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +161,7 @@ class Noisy:
 
     def update(
         self, updates: PyTree, state: GaussWSState, params: PyTree = None, *,
-        factor: jax.Array | None = None, **extra: Any,
+        factor: jax.Array | None = None, **extra: object,
     ) -> tuple[PyTree, GaussWSState]:  # fmt: skip
         """Return updates from the old noisy weights to the new ones, and the state.
 

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 
 from optax_lowmem._src.arrays import nf4, trees
 from optax_lowmem._src.layers.losses.cross_entropy import chunk_limit, chunks
-from optax_lowmem._src.training.memory.plan import OFFLOAD, RESIDENT, STREAM, Activations
+from optax_lowmem._src.training.memory.plan import (
+    OFFLOAD,
+    RESIDENT,
+    STREAM,
+    STREAM_FROZEN,
+    Activations,
+)
 
 # model_type -> what a config.json may leave out
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -203,7 +209,7 @@ class Decoder:
             held = table if mode == RESIDENT else 0
             end = 3 * table + held
         inputs = self.layers * (stream if kept is None else kept * tokens)
-        if mode in (OFFLOAD, STREAM):  # most are on the host
+        if mode in (OFFLOAD, STREAM, STREAM_FROZEN):  # most are on the host
             inputs = _INPUTS * stream
         work, beside = self._layer(tokens, sequence, lora, kept), inputs
         if in_f32:

@@ -11,7 +11,8 @@ from optax_lowmem._src.arrays import trees
 from optax_lowmem._src.training.memory.state import UNITS, Report, report, unit_of
 
 RESIDENT, RELEASE, OFFLOAD, STREAM = "resident", "release", "offload", "stream"
-MODES = (RESIDENT, RELEASE, OFFLOAD, STREAM)
+STREAM_FROZEN = "stream-frozen"
+MODES = (RESIDENT, RELEASE, OFFLOAD, STREAM, STREAM_FROZEN)
 _IN_FLIGHT = 3  # layers that are copied and on the device: one copied in, one at work, one out
 _MOST = 2**16  # rows of a batch
 
@@ -73,11 +74,12 @@ class ModePlan:
     Attributes:
       name: `resident`: all gradients exist at once; `release`: those of one layer; `offload`:
         likewise, and the state is on the host, but for that of a few layers; `stream`: likewise,
-        and so are the weights.
+        and so are the weights; `stream-frozen`: the frozen weights are on the host, but for a few
+        layers, and the trained ones and their state are not.
       fixed: bytes of weights (frozen ones included), state and gradients at the points of
         `Activations`.
       activations: bytes of activations by batch size.
-      host: bytes on the host, of the state or of weights and state.
+      host: bytes on the host, of the state, of weights and state, or of frozen weights.
       copies: what a step copies of them.
       batch: largest batch that fits; 0 if none does.
     """
@@ -123,7 +125,7 @@ class Plan:
     def _lines(self) -> Iterator[str]:
         unit = unit_of(self.budget)
         heads = ("weights", "state", "gradients", "activations", "total", "on the host")
-        yield f"{unit:<10}" + "".join(f"{head:>13}" for head in heads) + "   largest batch"
+        yield f"{unit:<15}" + "".join(f"{head:>13}" for head in heads) + "   largest batch"
         for mode in self.modes:
             batch = max(mode.batch, 1)
             sizes = (*mode.peak(batch), mode.total_bytes(batch), mode.host or None)
@@ -132,7 +134,7 @@ class Plan:
             )
             lacks = (mode.total_bytes(batch) - self.budget) / UNITS[unit]
             fits = str(mode.batch) if mode.batch else f"none: {lacks:.2f} {unit} too large"
-            yield f"{mode.name:<10}{cells}   {fits}"
+            yield f"{mode.name:<15}{cells}   {fits}"
 
 
 def plan(
@@ -156,7 +158,8 @@ def plan(
         `activation_report`; or `Activations`, which has the gradients outside the stacks.
       frozen: weights without gradient and state.
       stacks: paths of stacked layers, as in `release.Layered`.
-      modes: of `resident`, `release`, `offload` and `stream`; all but the first need stacks.
+      modes: of `resident`, `release`, `offload`, `stream` and `stream-frozen`; all but the first
+        need stacks, which for the last one are in `frozen`.
       accumulate: whether a step adds up the gradients of several batches, in the dtype of the
         weights, or with `offload` and `stream` layer by layer in f32. `release` cannot, and is left
         out.
@@ -188,13 +191,16 @@ def plan(
 
     of_params = report(tx, params)
     weights, state = of_params.params_bytes, of_params.state_bytes
+    base = trees.nbytes(frozen)
     hosts = {
         OFFLOAD: (state, Copies(0, state, state)),
         STREAM: (weights + state, Copies(weights, weights + state, weights + state)),
+        STREAM_FROZEN: (base, Copies(base, base, 0)),
     }
     plans = []
+    of_frozen = dict(trees.named_leaves(frozen))
     for name, fixed in _fixed(
-        of_params, dict(trees.named_leaves(params)), stacks, whole, accumulate, trees.nbytes(frozen)
+        of_params, dict(trees.named_leaves(params)), of_frozen, stacks, whole, accumulate
     ):
         if name in modes:
             mode = ModePlan(name, fixed, of_batch, *hosts.get(name, ()))
@@ -206,10 +212,10 @@ def plan(
 def _fixed(
     of_params: Report,
     leaves: dict[str, Any],
+    frozen_leaves: dict[str, Any],
     stacks: Sequence[str],
     whole: bool,
     accumulate: bool,
-    frozen: int,
 ) -> Iterator[tuple[str, tuple[Fixed, Fixed, Fixed]]]:
     """Yield the fixed bytes by mode; `whole`: with the gradients outside the stacks."""
     layers = {path: Fixed(0, 0, 0) for path in stacks}  # one of each stack
@@ -228,6 +234,7 @@ def _fixed(
     missing = [path for path, layer in layers.items() if not layer.gradients]
     if missing:
         raise ValueError(f"there is no stack '{missing[0]}' in the parameters")
+    frozen = sum(map(trees.nbytes, frozen_leaves.values()))
     outside = of_params.params_bytes - stacked if whole else 0
     state, sums = of_params.state_bytes, of_params.params_bytes if accumulate else 0
     weights = of_params.params_bytes + frozen
@@ -251,3 +258,17 @@ def _fixed(
     of_loss = of_loss._replace(weights=frozen + largest.weights + layer.weights)
     at_work = Fixed(frozen + _IN_FLIGHT * layer.weights, flight, wide * layer.gradients + outside)
     yield STREAM, (of_loss, at_work, Fixed(frozen + largest.weights, largest.state, outside))
+    of_base, largest_frozen = dict.fromkeys(stacks, 0), 0  # a layer of each stack
+    for path, leaf in frozen_leaves.items():
+        stack = next((s for s in stacks if path.startswith(f"{s}/")), None)
+        if stack is None:
+            largest_frozen = max(largest_frozen, trees.nbytes(leaf))
+        else:
+            of_base[stack] += trees.nbytes(leaf) // leaf.shape[0]
+    if arriving := max(of_base.values()):
+        trained, grads = of_params.params_bytes, wide * layer.gradients + outside
+        of_loss = Fixed(trained + largest_frozen + arriving, state, of_loss.gradients)
+        at_work = Fixed(trained + _IN_FLIGHT * arriving, state + layer.state, grads)
+        # the forward pass begins with the embedding, while two layers arrive
+        begin = Fixed(of_loss.weights + arriving, state, 0)
+        yield STREAM_FROZEN, (of_loss, at_work, begin)

@@ -1,6 +1,5 @@
 """Report the bytes of weights and optimizer state by slot and leaf, without allocating them."""
 
-import contextlib
 import dataclasses
 import math
 from collections import defaultdict
@@ -31,6 +30,7 @@ class Report:
       baseline: the report of the optimizer to compare with, on f32 weights.
       counterpart: the name of that optimizer, if none was given: the optax optimizer of which this
         is the low-memory form.
+      no_counterpart: whether there is low-memory state, but no optimizer to compare with was found.
     """
 
     parameters: int
@@ -40,6 +40,7 @@ class Report:
     reasons: dict[str, dict[str, str]]
     baseline: "Report | None" = None
     counterpart: str | None = None
+    no_counterpart: bool = False
 
     @property
     def state_bytes(self) -> int:
@@ -62,7 +63,7 @@ class Report:
 
     def _table(self) -> Iterator[str]:
         plain = self.baseline if self.counterpart is None else None
-        unit = unit_of(max(self.total_bytes, plain.total_bytes if plain else 0))
+        unit = self._unit()
         head = f"{'':<16}{unit:>10}{'bytes/param':>13}"
         yield head + (f"{f'baseline {unit}':>14}{'bytes/param':>13}" if plain else "")
         rows = ["params", *dict.fromkeys([*self.by_slot, *(plain.by_slot if plain else ())])]
@@ -75,10 +76,18 @@ class Report:
         size = named.get(name, 0)
         return f"{size / UNITS[unit]:>{width}.3f}{size / max(self.parameters, 1):>13.4f}"
 
+    def _unit(self) -> str:
+        return unit_of(max(self.total_bytes, self.baseline.total_bytes if self.baseline else 0))
+
     def _comparison_line(self) -> Iterator[str]:
+        if self.no_counterpart:
+            yield (
+                "not compared: no optax optimizer is known to correspond to this one; pass "
+                "baseline=, or use lowmem.chain in place of optax.chain"
+            )
         if self.baseline is None or self.counterpart is None:
             return
-        unit = unit_of(max(self.total_bytes, self.baseline.total_bytes))
+        unit = self._unit()
         ours, plain = (r.total_bytes / UNITS[unit] for r in (self, self.baseline))
         yield f"{ours:.3f} {unit}; {self.counterpart} on f32 weights: {plain:.3f} {unit}"
 
@@ -122,17 +131,15 @@ def report(
       >>> round(report.bytes_per_param, 4)
       5.1875
     """
-    name = None
+    name, result = None, _report(tx, params)
     if baseline is None:
-        # a ValueError: inside an optax wrapper, or without a counterpart in optax
-        other = tx
-        with contextlib.suppress(ValueError):
+        try:
             other = counterpart(tx, params)
-        if other is not tx:
-            name, baseline = counterpart_name(tx), other
-    result = _report(tx, params)
-    if baseline is None:
-        return result
+        except ValueError:  # inside an optax wrapper, or without a counterpart in optax
+            return dataclasses.replace(result, no_counterpart=True)
+        if other is tx:
+            return result
+        name, baseline = counterpart_name(tx), other
     plain = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
     return dataclasses.replace(result, baseline=_report(baseline, plain), counterpart=name)
 

@@ -1,6 +1,7 @@
 """`Layered`, a model as a chain of stages, and the split of its parameters into stacks and rest."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,8 +41,10 @@ class Layered:
       last: (rest, x, batch) -> loss, a float scalar, or (loss, aux).
       has_aux: whether `last` returns (loss, aux).
 
-    A `Layered` is callable as (params, batch) -> loss. It scans over each stack and rematerialises
-    every layer, for evaluation, or for `jax.value_and_grad` and `lowmem.step`.
+    A `Layered` is callable as (params, batch, frozen=None) -> loss. It scans over each stack and
+    rematerialises every layer, for evaluation, or for `jax.value_and_grad` and `lowmem.step`.
+    `frozen` are parameters that are not trained, such as the base of LoRA's adapters, as in
+    `train_step`.
 
     Raises:
       TypeError: for stages that are not functions.
@@ -77,9 +80,9 @@ class Layered:
             if not callable(stage):
                 raise TypeError(f"stage '{name}' of the model is not a function: {stage!r}")
 
-    def __call__(self, params: optax.Params, batch: object) -> Any:
+    def __call__(self, params: optax.Params, batch: object, frozen: optax.Params = None) -> Any:
         """Return the loss, or (loss, aux)."""
-        parts = self.take_apart(params)
+        parts = self.take_apart(params, frozen)
         x = self.first(parts.rest(), batch)
         for path, layer in self.layers.items():
 
@@ -90,9 +93,9 @@ class Layered:
             x, _ = lax.scan(body, x, parts.stacks[path].tree)
         return self.last(parts.rest(), x, batch)
 
-    def take_apart(self, params: optax.Params) -> "Parts":
-        """Split parameters into the stacks and the rest."""
-        return take_apart(params, tuple(self.layers))
+    def take_apart(self, params: optax.Params, frozen: optax.Params = None) -> "Parts":
+        """Split parameters, joined with frozen ones, into the stacks and the rest."""
+        return take_apart(params, tuple(self.layers), frozen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +103,13 @@ class Stack:
     """Parameters of a stack of layers."""
 
     tree: Any  # subtree whose leaves have the layers on axis 0
-    indices: list[int]  # indices of its leaves in the whole tree
+    indices: list[int]  # indices of its leaves among all: trained ones first, then frozen ones
+    trained: list[int]  # those of its trained leaves
     layers: int
+
+    def trained_of(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return those of values for each leaf that belong to trained ones."""
+        return [x for i, x in zip(self.indices, leaves, strict=True) if i in self.trained]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,40 +118,76 @@ class Parts:
 
     stacks: dict[str, Stack]  # by path
     leaves: list[Any]  # of the rest
-    indices: list[int]  # of these leaves in the whole tree
+    indices: list[int]  # of these leaves among all
     treedef: Any  # of the rest
+    trained: int  # number of trained leaves, those of the smallest indices
 
     def rest(self, changed: Mapping[int, jax.Array] | None = None) -> Any:
         """Return the rest of the tree, with the leaves at some positions replaced."""
         changed = changed or {}
         return self.treedef.unflatten([changed.get(i, x) for i, x in enumerate(self.leaves)])
 
+    def are_trained(self, positions: Sequence[int]) -> list[int]:
+        """Return those of some positions in the rest whose leaves are trained."""
+        return [at for at in positions if self.indices[at] < self.trained]
 
-def take_apart(params: optax.Params, paths: Sequence[str]) -> Parts:
-    """Split parameters into the stacks at these paths and the rest."""
-    nodes, treedef = named_nodes(params, paths)
+
+def joined(params: optax.Params, frozen: optax.Params, path: str = "") -> Any:
+    """Return the tree of two of its parts: dicts have the keys of both, None is filled in."""
+    if params is None or frozen is None:
+        return frozen if params is None else params
+    if isinstance(params, dict) and isinstance(frozen, dict):
+        names = {**params, **frozen}
+        return {
+            name: joined(params.get(name), frozen.get(name), f"{path}/{name}".lstrip("/"))
+            for name in names
+        }
+    (ones, one), (others, other) = _children(params), _children(frozen)
+    if one != other or any(child is params for child in ones):  # a leaf
+        raise ValueError(
+            f"'{path}' is in the trained parameters and in the frozen ones: leave it out of one "
+            "of them, or put None there."
+        )
+    return one.unflatten([joined(*both, path) for both in zip(ones, others, strict=True)])
+
+
+def _children(node: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(node, is_leaf=lambda child: child is not node)
+
+
+def take_apart(
+    params: optax.Params, paths: Sequence[str], frozen: optax.Params = None, *, some: bool = False
+) -> Parts:
+    """Split parameters, joined with frozen ones, into the stacks at these paths and the rest.
+
+    Raises if nothing is at one of the paths, unless only `some` of the stacks are asked for.
+    """
+    trained, count = len(jax.tree.leaves(params)), itertools.count()
+    numbers = [jax.tree.map(lambda _: next(count), tree) for tree in (params, frozen)]
+    number = iter(jax.tree.leaves(joined(*numbers)))
+    nodes, treedef = named_nodes(joined(params, frozen), paths, some=some)
     stacks: dict[str, Stack] = {}
     others: list[Any] = []
     indices: list[int] = []
-    index = 0
     for path, node in nodes:
-        count = len(jax.tree.leaves(node))
-        of_node = list(range(index, index + count))
-        index += count
+        of_node = [next(number) for _ in jax.tree.leaves(node)]
         if path in paths:
-            stacks[path] = Stack(node, of_node, layers_of(path, node))
+            of_trained = [i for i in of_node if i < trained]
+            stacks[path] = Stack(node, of_node, of_trained, layers_of(path, node))
             others.append(None)
         else:
             indices += of_node
             others.append(node)
     rest, rest_treedef = jax.tree.flatten(treedef.unflatten(others))
-    return Parts(stacks, rest, indices, rest_treedef)
+    return Parts(stacks, rest, indices, rest_treedef, trained)
 
 
-def named_nodes(params: optax.Params, paths: Sequence[str]) -> tuple[list[tuple[str, Any]], Any]:
+def named_nodes(
+    params: optax.Params, paths: Sequence[str], *, some: bool = False
+) -> tuple[list[tuple[str, Any]], Any]:
     """Return the nodes at these paths and the leaves elsewhere, with their paths, and the treedef.
 
-    Raises if nothing is at one of the paths.
+    Raises if nothing is at one of the paths, unless only `some` of the nodes are asked for.
     """
 
     def is_stack(path: tuple[object, ...], node: object) -> bool:
@@ -155,7 +199,7 @@ def named_nodes(params: optax.Params, paths: Sequence[str]) -> tuple[list[tuple[
     nodes = [(trees.path_name(path), node) for path, node in flat]
     names = [name for name, _ in nodes]
     for path in paths:
-        if path not in names:
+        if path not in names and not some:
             raise ValueError(
                 f"there is no '{path}' in the parameters ({', '.join(names[:4])}, ...): `layers` "
                 "names the subtree whose leaves have the layers on axis 0."

@@ -19,6 +19,8 @@ from optax_lowmem._src.training.release.update import read_layer
 def offload_weights(model: Layered, params: optax.Params, *, min_bytes: int = 2**20) -> Any:
     """Return parameters for `train_step(offload=True)` in host memory, with one array per layer.
 
+    They may also be frozen ones, with matrices in NF4 (`layers.nf4`).
+
     Args:
       model: the model.
       params: the parameters, in any memory, of JAX or NumPy, or their shapes; the JAX arrays of
@@ -81,7 +83,7 @@ def offload(
     Args:
       tx: the optimizer, as in `train_step`.
       model: the model.
-      params: the parameters, on one device or of `offload_weights`, or their shapes.
+      params: the trained parameters, on one device or of `offload_weights`, or their shapes.
       state: the state to move, as `lowmem.init`, `tx.init` and `checkpoint.restore` return it, in
         any memory; the arrays of stacks are deleted as they are copied. None makes the state of
         `tx.init(params)` layer by layer: it never exists on the device.
@@ -116,7 +118,8 @@ def offload(
     place, params = _places(device, memory_kind, min_bytes), host.like(params)
     whole = jax.eval_shape(tx.init, params) if state is None else state
     inner = optimizer.inner(whole)
-    stacks = take_apart(params, tuple(model.layers)).stacks.values()
+    # those that are frozen are not in the parameters
+    stacks = take_apart(params, tuple(model.layers), some=True).stacks.values()
     layers = {i: stack.layers for stack in stacks for i in stack.indices}
     fields = engine.fields()
     columns = {name: jax.tree.leaves(getattr(inner, name)) for name in fields}

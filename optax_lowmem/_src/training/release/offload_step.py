@@ -58,19 +58,25 @@ class Offloaded(Options):
     def __post_init__(self) -> None:
         self._programs: dict[Any, Programs] = {}
 
-    def __call__(self, params: optax.Params, state: Any, batch: object) -> tuple[Any, Any, Any]:
+    def __call__(
+        self, params: optax.Params, state: Any, batch: object, frozen: optax.Params = None
+    ) -> tuple[Any, Any, Any]:
         """Take a step; return (loss, params, state)."""
-        run = self._begin(params, state, batch, self.micro_batches)
+        run = self._begin(params, state, batch, frozen, self.micro_batches)
         if not run.programs.has_room:
             run.check_room()
             run.programs.has_room = True
         return run.take(params, state, batch)
 
-    def loss(self, params: optax.Params, state: Any, batch: object) -> Any:
+    def loss(
+        self, params: optax.Params, state: Any, batch: object, frozen: optax.Params = None
+    ) -> Any:
         """Return the loss (and aux) of a batch that is not divided; nothing is changed."""
-        return self._begin(params, state, batch, 1).loss(batch)
+        return self._begin(params, state, batch, frozen, 1).loss(batch)
 
-    def compile(self, params: optax.Params, state: Any, batch: object) -> None:
+    def compile(
+        self, params: optax.Params, state: Any, batch: object, frozen: optax.Params = None
+    ) -> None:
         """Compile what later steps run, without allocating arrays.
 
         Args:
@@ -78,33 +84,36 @@ class Offloaded(Options):
             the arrays will have; without shardings, those of the first device.
           state: the state, or its shapes, which `release.offload(tx, model, params)` returns.
           batch: a batch, or its shapes.
+          frozen: the frozen parameters, or their shapes.
 
         Raises:
           MemoryError: if host memory is too small for what later steps need, with the arrays of
             which only shapes are given.
         """
-        params, state, batch = jax.tree.map(host.shape_of, (params, state, batch))
+        shapes = jax.tree.map(host.shape_of, (params, state, batch, frozen))
+        params, state, batch, frozen = shapes
         number = self.micro_batches
-        self._begin(params, state, batch, number).check_room()
+        self._begin(params, state, batch, frozen, number).check_room()
         for _ in range(2):  # parameters without a sharding have one after a step
-            _, params, state = self._begin(params, state, batch, number).take(params, state, batch)
+            run = self._begin(params, state, batch, frozen, number)
+            _, params, state = run.take(params, state, batch)
 
-    def _begin(self, params: optax.Params, state: Any, batch: object, number: int) -> "Run":
+    def _begin(self, params: Any, state: Any, batch: object, frozen: Any, number: int) -> "Run":
         inner = self.optimizer.inner(state)
         one = jax.eval_shape(lambda x: micro_batch(x, 0, number), batch)
-        like = jax.eval_shape(lambda *args: args, *host.like((params, inner)), one)
+        like = jax.eval_shape(lambda *args: args, *host.like((params, frozen, inner)), one)
         key = jax.tree.structure(like), *((x.shape, x.dtype) for x in jax.tree.leaves(like))
         if key not in self._programs:
             self._programs[key] = Programs(self, *like)
-        return Run(self, self._programs[key], params, inner)
+        return Run(self, self._programs[key], params, frozen, inner)
 
 
 class Run:
     """A step under way.
 
     Attributes:
-      weights: the leaves of the parameters, each old until it is updated; of a stacked leaf in host
-        memory, a list of its layers.
+      weights: the leaves of the parameters, each old until it is updated, and of the frozen ones;
+        of a stacked leaf in host memory, a list of its layers.
       columns: the arrays of the state by field and leaf; a list of those of a stacked leaf.
       layers: (path, index) of each layer, in the order of the forward pass.
       inputs: inputs of each layer and of the last stage, by micro-batch.
@@ -112,9 +121,10 @@ class Run:
       sums: gradients of the passes before, by stage.
     """
 
-    def __init__(self, step: Offloaded, programs: Programs, params: optax.Params, state: Any):
+    def __init__(self, step: Offloaded, programs: Programs, params: Any, frozen: Any, state: Any):
         self.step, self.programs, self.plans, self.state = step, programs, programs.plans, state
-        self.weights = _columns_of(params)
+        self.parts = programs.parts
+        self.weights = _columns_of((params, frozen))
         self.columns = {
             name: _columns_of(getattr(state, name)) for name in self.plans.engine.fields()
         }
@@ -124,15 +134,15 @@ class Run:
                     f"the state of '{plan.path}' is one array for all layers: offload=True takes a "
                     "state of release.offload(tx, model, params, state)."
                 )
-        stacks = self.plans.parts.stacks
+        stacks = self.parts.stacks
         for path, stack in stacks.items():
-            if len({isinstance(self.weights[i], list) for i in stack.indices}) > 1:
+            if len({isinstance(self.weights[i], list) for i in stack.trained}) > 1:
                 raise ValueError(
                     f"some weights of '{path}' are one array for all layers, and others are not: "
                     "pass what release.offload_weights(model, params) returns."
                 )
-        self.here = SingleDeviceSharding(host.device_of(params))
-        kinds = [x.sharding for x in jax.tree.leaves((state, params)) if host.is_on_host(x)]
+        self.here = SingleDeviceSharding(host.device_of((params, frozen)))
+        kinds = [x.sharding for x in jax.tree.leaves((state, self.weights)) if host.is_on_host(x)]
         self.there = kinds[0] if kinds else self.here
         self.layers = [(path, i) for path in stacks for i in range(stacks[path].layers)]
         self.inputs: list[list[Any]] = []
@@ -162,7 +172,8 @@ class Run:
         coming = [x for x in waiting if isinstance(x, jax.ShapeDtypeStruct)]
         needed = self.programs.input_bytes * (len(self.layers) + 1) * self.step.at_once
         if self.step.micro_batches > self.step.at_once:
-            needed += 4 * sum(x.size for x in jax.tree.leaves(self.weights))
+            trained = self.weights[: self.parts.trained]
+            needed += 4 * sum(x.size for x in jax.tree.leaves(trained))
         what = "a step's layer inputs and sums of gradients"
         if coming:
             needed, what = (
@@ -182,9 +193,10 @@ class Run:
 
     def result(self, params: optax.Params, state: Any) -> tuple[Any, Any]:
         """Return the new parameters and state."""
+        trained = tuple(self.weights[: self.parts.trained])
         weights, columns = jax.tree.map(
             lambda x: PerLayer(x) if isinstance(x, list) else x,
-            (tuple(self.weights), {name: tuple(column) for name, column in self.columns.items()}),
+            (trained, {name: tuple(column) for name, column in self.columns.items()}),
             is_leaf=lambda x: isinstance(x, list),
         )
         columns = {name: list(column) for name, column in columns.items()}
@@ -236,7 +248,7 @@ class Run:
         state of each layer.
         """
         programs, backwards = self.programs, self.layers[::-1]
-        of_stacks = self.plans.parts.stacks
+        of_stacks = self.parts.stacks
         order = [(at, m) for at in reversed(range(len(self.inputs))) for m in range(len(batches))]
         inputs = host.ahead(order, lambda at: self.input(*at, keep=keeps_inputs))
         coming = host.ahead(
@@ -266,8 +278,9 @@ class Run:
                 )
                 self.running.add(dxs[m])
             rest_gradients = programs.add(rest_gradients, total[1]) if rest_gradients else total[1]
-            use((path, i), total[0], rows, weights)
-            del rows, weights, read
+            if trained := of_stacks[path].trained_of(weights):
+                use((path, i), total[0], rows, trained)
+            del rows, weights, trained, read
             total = None
             if i == 0:
                 self.finish_rest(programs.stage_of(path), rest_gradients, use)
@@ -283,7 +296,7 @@ class Run:
     def finish_rest(self, stage: int, gradients: Any, use: Callable[..., None]) -> None:
         """Add gradients of a stage to those of the rest, and use those that are complete."""
         schedule = self.programs.schedule
-        for at, g in zip(schedule.reading[stage], gradients, strict=True):
+        for at, g in zip(schedule.trained[stage], gradients, strict=True):
             self.totals[at] = self.programs.add(self.totals[at], g) if at in self.totals else g
         if positions := tuple(schedule.due[stage]):
             unread = [at for at in positions if at not in self.totals]
@@ -350,42 +363,44 @@ class Run:
         """Copy arrays to the device."""
         return host.put(tree, self.here, **how)
 
-    def bring_weights(self, key: Any, back: bool = False) -> tuple[Any, list[jax.Array]]:
+    def bring_weights(
+        self, key: Any, back: bool = False
+    ) -> tuple[dict[int, jax.Array], list[jax.Array]]:
         """Copy the weights that a stage reads to the device: of its layer, and of the rest.
 
-        Those of a layer whose stack is on the device are None.
+        Those of a layer are by index, without those whose stack is on the device.
         """
-        programs, weights = self.programs, None
+        programs, weights = self.programs, {}
         if key == _FIRST:
             positions = programs.pulling if back else programs.schedule.reading[0]
         elif key == _LAST:
             positions = programs.schedule.reading[-1]
         else:
             positions = programs.schedule.reading[programs.stage_of(key[0])]
-            weights = self.bring(self.stored(key)) if self.is_streamed(key[0]) else None
+            stored = {i: self.weights[i] for i in self.parts.stacks[key[0]].indices}
+            weights = self.bring({i: x[key[1]] for i, x in stored.items() if isinstance(x, list)})
         return weights, self.rest(positions)
 
     def arrived(self, key: Any, brought: tuple[Any, Any]) -> tuple[list[jax.Array], Any]:
-        """Return what `bring_weights` brought, with a copy of a layer whose stack is here."""
-        weights, read = brought
-        if weights is None:
-            layers = self.plans.parts.stacks[key[0]].layers
-            weights = _read_layer(self.stored(key), np.int32(key[1]), layers)
-        return weights, read
+        """Return what `bring_weights` brought, with copies of a layer of stacks that are here."""
+        (weights, read), stack = brought, self.parts.stacks[key[0]]
+        if here := {i: self.weights[i] for i in stack.indices if i not in weights}:
+            weights = weights | _read_layer(here, np.int32(key[1]), stack.layers)
+        return [weights[i] for i in stack.indices], read
 
     def rest(self, positions: Sequence[int]) -> list[jax.Array]:
         """Return leaves of the rest on the device."""
         found: list[jax.Array] = self.bring(
-            [self.weights[self.plans.parts.indices[at]] for at in positions]
+            [self.weights[self.parts.indices[at]] for at in positions]
         )
         return found
 
     def is_streamed(self, path: str) -> bool:
-        """Return whether the weights of a stack are stored layer by layer."""
-        return isinstance(self.weights[self.plans.parts.stacks[path].indices[0]], list)
+        """Return whether the trained weights of a stack are stored layer by layer."""
+        return any(isinstance(self.weights[i], list) for i in self.parts.stacks[path].trained)
 
     def stored(self, key: Any) -> list[Any]:
-        """Return the weights of a stage where they are stored; of a stack on the device, all."""
+        """Return the trained weights of a stage where they are; of a stack on the device, all."""
         indices, layer = self.leaves_of(key)
         return [_part(self.weights[i], layer) for i in indices]
 
@@ -401,7 +416,7 @@ class Run:
                     column[i] = x
 
     def rows(self, key: Any) -> list[Row]:
-        """Return the arrays of the state of each leaf of a stage."""
+        """Return the arrays of the state of each trained leaf of a stage."""
         indices, layer = self.leaves_of(key)
         plans = self.plans.whole if layer is None else self.plans.of_layers
         return [
@@ -410,7 +425,7 @@ class Run:
         ]
 
     def leaves_of(self, key: Any) -> tuple[list[int], int | None]:
-        """Return the indices of the leaves of a stage, and the layer that it is."""
+        """Return the indices of the trained leaves of a stage, and the layer that it is."""
         if isinstance(key[0], str):
-            return self.plans.parts.stacks[key[0]].indices, key[1]
-        return [self.plans.parts.indices[at] for at in key], None
+            return self.parts.stacks[key[0]].trained, key[1]
+        return [self.parts.indices[at] for at in key], None

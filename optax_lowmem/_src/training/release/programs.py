@@ -41,20 +41,23 @@ class Programs:
 
     Attributes:
       plans: of each parameter, whole and per layer.
+      parts: of the parameters, trained and frozen.
       schedule: what each stage reads of the rest, and when gradients are complete.
       pulling: what the backward pass of the first stage reads of the rest.
       input_bytes: of a layer's input for one micro-batch.
       has_room: whether there is host memory for inputs and gradients.
     """
 
-    def __init__(self, step: Options, params: optax.Params, state: Any, batch: object):
+    def __init__(
+        self, step: Options, params: optax.Params, frozen: optax.Params, state: Any, batch: object
+    ):
         self.step, self.model, engine = step, step.model, step.optimizer.engine
-        self.parts = self.model.take_apart(params)
+        self.parts = self.model.take_apart(params, frozen)
         self.plans = Plans.make(engine, self.parts, params, state, step.per_layer)
         engine.unpack(state, self.plans.whole, params)  # checks the state
         self.schedule = stages.Schedule.make(self.model, self.parts, batch)
         x = jax.eval_shape(self.model.first, self.parts.rest(), batch)
-        of_first = self.schedule.reading[0]
+        of_first = self.schedule.trained[0]
         self.pulling, _ = reads(
             lambda rest, dx, batch: stages.first(
                 self.model, self._with(range(len(self.parts.leaves)), jax.tree.leaves(rest)),
@@ -95,8 +98,8 @@ class Programs:
         return self.model.last(self._of(-1, read).rest(), x, batch)
 
     def _last(self, read: list[jax.Array], x: Any, batch: object, total: Any) -> Any:
-        reading = self.schedule.reading[-1]
-        loss, gradients, dx = stages.last(self.model, self._of(-1, read), x, batch, reading)
+        trained = self.schedule.trained[-1]
+        loss, gradients, dx = stages.last(self.model, self._of(-1, read), x, batch, trained)
         in_parts = self.step.micro_batches > 1 and self.model.has_aux
         return loss[0] if in_parts else loss, self._mean(total, gradients), dx
 
@@ -104,15 +107,19 @@ class Programs:
         self, path: str, weights: Any, read: Any, x: Any, dx: Any, batch: object, total: Any
     ) -> Any:
         stage = self.stage_of(path)
+
+        def layer(trained: Any, *args: Any) -> Any:
+            return self.model.layers[path](self._of_layer(path, weights, trained), *args)
+
+        trained = [w[0] for w in self.parts.stacks[path].trained_of(weights)]
         *gradients, dx = stages.pull_layer(
-            self.model.layers[path], self._of(stage, read), self._of_layer(path, weights),
-            self.schedule.reading[stage], x, dx, batch,
-        )  # fmt: skip
+            layer, self._of(stage, read), trained, self.schedule.trained[stage], x, dx, batch
+        )
         return self._mean(total, gradients), dx
 
     def _back_first(self, read: list[jax.Array], dx: Any, batch: object, total: Any) -> Any:
         parts = self._with(self.pulling, read)
-        _, pull = stages.first(self.model, parts, batch, self.schedule.reading[0])
+        _, pull = stages.first(self.model, parts, batch, self.schedule.trained[0])
         return self._mean(total, pull(dx)[0])
 
     def stage_of(self, path: str) -> int:
@@ -131,9 +138,16 @@ class Programs:
         ]
         return dataclasses.replace(self.parts, leaves=leaves)
 
-    def _of_layer(self, path: str, weights: list[jax.Array]) -> Any:
-        treedef: Any = jax.tree.structure(self.parts.stacks[path].tree)
-        return treedef.unflatten([w[0] for w in weights])
+    def _of_layer(
+        self, path: str, weights: list[jax.Array], trained: Sequence[jax.Array] = ()
+    ) -> Any:
+        """Return the tree of a layer's weights, with those that are trained replaced."""
+        stack = self.parts.stacks[path]
+        new = dict(zip(stack.trained, trained, strict=False))
+        treedef: Any = jax.tree.structure(stack.tree)
+        return treedef.unflatten(
+            [new.get(i, w[0]) for i, w in zip(stack.indices, weights, strict=True)]
+        )
 
     def _mean(self, total: Any, more: Any) -> Any:
         """Add the share of one micro-batch to the mean of the gradients."""
@@ -150,7 +164,7 @@ class Programs:
     ) -> Any:  # fmt: skip
         """Return new weights of the stack, or if `weights` is None, of the layer, and rows."""
         of_path = self.parts.stacks[path]
-        plans = [self.plans.of_layers[i] for i in of_path.indices]
+        plans = [self.plans.of_layers[i] for i in of_path.trained]
         how = functools.partial(self._update(*of_step).layer, of_path, layer)
         old = stack if weights is None else weights
         new, rows = self._updated(plans, old, rows, gradients, how)

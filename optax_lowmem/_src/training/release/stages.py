@@ -21,10 +21,12 @@ from optax_lowmem._src.training.release.trace import TracedLoss
 class Schedule:
     """Which leaves of the rest each stage reads, and after which their gradients are complete.
 
-    Both have an entry for the first stage, each stack, and the last stage: positions in the rest.
+    All have an entry for the first stage, each stack, and the last stage: positions in the rest.
+    `trained` are those of `reading` that have gradients.
     """
 
     reading: list[list[int]]
+    trained: list[list[int]]
     due: list[list[int]]
 
     @classmethod
@@ -44,10 +46,11 @@ class Schedule:
             x = after if stacked is None else x  # the layers of a stack keep the shape of x
         reading.append(reads(model.last, rest, x, batch)[0])
         # a gradient is complete after the earliest stage that reads the leaf
-        earliest = {at: stage for stage in reversed(range(len(reading))) for at in reading[stage]}
-        due = [[at for at, first in earliest.items() if first == s] for s in range(len(reading))]
-        due[0] += [at for at in range(len(parts.leaves)) if at not in earliest]
-        return cls(reading, due)
+        trained = list(map(parts.are_trained, reading))
+        earliest = {at: stage for stage in reversed(range(len(trained))) for at in trained[stage]}
+        due = [[at for at, first in earliest.items() if first == s] for s in range(len(trained))]
+        due[0] += [at for at in parts.are_trained(range(len(parts.leaves))) if at not in earliest]
+        return cls(reading, trained, due)
 
 
 def first(

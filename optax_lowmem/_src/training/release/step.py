@@ -182,14 +182,16 @@ def train_step(
       state. `step.compile(params, state, batch)` compiles the stages ahead, from shapes: those of
       the state are `offload(tx, model, params)` of the parameters' shapes. With `offload`,
       `step.loss(params, state, batch)` is the loss of a batch that is not divided, for evaluation.
+      All three take frozen parameters as a fourth argument; see below.
 
     Raises:
       TypeError: if `model` or `each_gradient` is no function; for `layers` and `has_aux` with a
         `Layered`, and for `offload` without one.
       ValueError: for a transformation that may need all gradients at once: anything else around or
         before one of our optimizers (`accumulate_gradients`, `MultiSteps`); for arguments that
-        `offload` excludes or needs. When called, for a leaf whose layers depend on one another, and
-        for a loss function without layers, or whose layers cannot be separated.
+        `offload` excludes or needs. When called, for a leaf whose layers depend on one another,
+        for a parameter that is both trained and frozen, and for a loss function without layers, or
+        whose layers cannot be separated.
       MemoryError: with `offload`, at the first step, if host memory is too small.
 
     Memory: besides weights, state and the inputs of the layers (which rematerialisation of each
@@ -203,6 +205,14 @@ def train_step(
     Weights of `offload_weights` are on the host, too, and three layers of them on the device: one
     is copied ahead of its forward pass, ahead of its backward pass, and back after its update. A
     leaf outside of stacks, such as an embedding, is on the device while a stage needs it.
+
+    Frozen: with `offload`, `step(params, state, batch, frozen)` trains `params` alone, such as
+    LoRA's adapters. The stages get both trees joined: dicts by their keys, and in other nodes each
+    None is replaced by what the other tree has there, so that `eqx.partition` makes such trees.
+    `frozen` has no gradients and no state, and is neither donated nor returned. If it is that of
+    `offload_weights`, in 16 bits or as `NF4Array`s, its layers are copied to the device ahead of
+    both passes, and none is copied back; `params` and their state may stay on the device
+    (`offload(..., memory_kind="device")`).
 
     Numerics: XLA may fuse the multiply-adds of the two programs differently, which changes last
     bits, and codes only next to a rounding boundary. Adam-mini's block means are computed layer by

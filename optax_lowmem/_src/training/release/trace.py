@@ -199,9 +199,9 @@ class _Stages:
         stacks, rest = {}, dict(enumerate(self.leaves))
         for at, scan in self.flow.stacks.items():
             stack = [rest.pop(i) for i in scan.leaves]
-            stacks[str(at)] = Stack(stack, scan.leaves, scan.eqn.params["length"])
+            stacks[str(at)] = Stack(stack, scan.leaves, scan.leaves, scan.eqn.params["length"])
         leaves = list(rest.values())
-        return Parts(stacks, leaves, list(rest), jax.tree.structure(leaves))
+        return Parts(stacks, leaves, list(rest), jax.tree.structure(leaves), len(self.leaves))
 
     def _once(self, begin: int, eqns: Sequence[JaxprEqn], end: int) -> LayerFunction:
         """Return a stage that evaluates some equations once."""

@@ -131,7 +131,7 @@ class Plans:
         of_layers = {
             i: layer_plan(engine.rule, whole[i], stack.layers, per_layer)
             for stack in parts.stacks.values()
-            for i in stack.indices
+            for i in stack.trained
         }
         return cls(engine, parts, whole, of_layers)
 
@@ -165,9 +165,9 @@ class Update:
 
         `leaves` are the old ones, with a layer axis of size 1.
         """
-        plans = [self.plans.of_layers[i] for i in stack.indices]
-        whole = [self.plans.whole[i] for i in stack.indices]
-        keys = self.keys[jnp.asarray(stack.indices)]
+        plans = [self.plans.of_layers[i] for i in stack.trained]
+        whole = [self.plans.whole[i] for i in stack.trained]
+        keys = self.keys[jnp.asarray(stack.trained)]
         layer_keys = random.part_keys(keys, layer)
         single = [len(plan.shape) == 1 for plan in whole]
         if any(single):
