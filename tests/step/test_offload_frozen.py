@@ -28,11 +28,16 @@ def layer(own, rest, x, batch):
     return x + jnp.tanh(y + x @ adapter["a"] @ adapter["b"]) * rest["scale"]
 
 
+def frozen_layer(own, rest, x, batch):
+    return x + jnp.tanh(x @ own["w"])
+
+
 def loss(rest, x, batch):
     return jnp.mean((x * rest["norm"] @ rest["embed"].T).astype(jnp.float32) ** 2)
 
 
-MODEL = release.Layered(lambda rest, batch: rest["embed"][batch], {"layers": layer}, loss)
+STACKS = {"layers": layer, "frozen": frozen_layer}  # not in the order of the parameters
+MODEL = release.Layered(lambda rest, batch: rest["embed"][batch], STACKS, loss)
 
 
 def parameters(frozen="bf16"):
@@ -44,7 +49,8 @@ def parameters(frozen="bf16"):
     base = {"embed": draw(WORDS, WIDTH), "scale": draw(1, 1, WIDTH)}
     adapters = {"a": draw(LAYERS, WIDTH, 2), "b": draw(LAYERS, 2, WIDTH)}
     params = {"norm": jnp.ones((1, 1, WIDTH), jnp.bfloat16), "layers": {"q": adapters}}
-    return params, {**base, "layers": {"q": {"kernel": kernel}}}
+    base |= {"frozen": {"w": draw(2, WIDTH, WIDTH)}, "layers": {"q": {"kernel": kernel}}}
+    return params, base
 
 
 def start(frozen, streams=True):

@@ -144,7 +144,7 @@ class Run:
         self.here = SingleDeviceSharding(host.device_of((params, frozen)))
         kinds = [x.sharding for x in jax.tree.leaves((state, self.weights)) if host.is_on_host(x)]
         self.there = kinds[0] if kinds else self.here
-        self.layers = [(path, i) for path in stacks for i in range(stacks[path].layers)]
+        self.layers = [(path, i) for path in step.model.layers for i in range(stacks[path].layers)]
         self.inputs: list[list[Any]] = []
         self.totals: dict[int, jax.Array] = {}
         self.sums: dict[Any, Any] = {}
