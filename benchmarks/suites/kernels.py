@@ -51,16 +51,12 @@ def drawn(rows: int, columns: int, dtype: jnp.dtype = BF16, seed: int = 0) -> ja
     return jax.random.normal(jax.random.key(seed), (rows, columns), dtype)
 
 
-def of_codec(shape: tuple[int, int], how: tuple[str, bool]) -> Made:
-    name, decodes = how
+def of_codec(shape: tuple[int, int], name: str) -> Made:
     codec, key = codecs.CODECS[name], jnp.uint32(1)
     x = drawn(*shape, F32)
     x = x if codec.signed else jnp.abs(x)
-    encode, decode = group_codec.encode_by_kernel, group_codec.decode_by_kernel
-    if not decodes:
-        return (lambda x, key, **how: encode(codec, x, 32, key, **how)), (x, key)
-    stored = jax.jit(lambda x: group_codec.encode_plain(codec, x, 32, key))(x)
-    return (lambda *stored, **how: decode(codec, *stored, 32, shape[1], **how)), stored
+    encode = group_codec.encode_by_kernel
+    return (lambda x, key, **how: encode(codec, x, 32, key, **how)), (x, key)
 
 
 def of_noise(shape: tuple[int, int], name: str) -> Made:
@@ -113,8 +109,7 @@ def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
         "block-means/rows-and-columns": (of_means, Factors((0, 1))),
     }
     for name in ("softsign-int8", "sqrt-uint8", "linear-int4", "expanded-e4m3-int8"):
-        for what in ("encode", "decode"):
-            found[f"group-{what}/{name}"] = of_codec, (name, what == "decode")
+        found[f"group-encode/{name}"] = of_codec, name
     return {name: functools.partial(make, (rows, columns), how)
             for name, (make, how) in found.items()}  # fmt: skip
 

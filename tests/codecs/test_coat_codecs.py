@@ -438,12 +438,11 @@ def test_kernels_lower_for_cuda(name, on_a_gpu):
 
     def run(*arrays):
         for x, (_, size, _, key) in zip(arrays, forms, strict=True):
-            stored = group_codec.encode(codec, x, size, key, implementation="pallas")
-            yield group_codec.decode(codec, *stored, size, implementation="pallas")
+            yield group_codec.encode_by_kernel(codec, x, size, key)
 
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, _, dtype, _ in forms]
     text = lower_for_cuda(lambda *arrays: list(run(*arrays)), *shapes)
-    assert kernels_in(text) == ["group_encode", "group_decode"] * len(forms)
+    assert kernels_in(text) == ["group_encode"] * len(forms)
 
 
 @triton_often
@@ -458,5 +457,3 @@ def test_kernels_are_the_reference(name, backend):
     off = np.abs(np.int32(found[0]) - np.int32(wanted[0]))
     assert off.max() <= 1 and (off > 0).mean() < 1e-2
     assert (np.asarray(found[1]) != np.asarray(wanted[1])).mean() < 0.02
-    y = group_codec.decode_by_kernel(codec, *found, size, **how)
-    np.testing.assert_allclose(y, codecs.decode_array(codec, *found, size), rtol=2.0**-20)

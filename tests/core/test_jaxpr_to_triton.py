@@ -31,11 +31,19 @@ def bits(x):
     return x.view(np.uint16) if x.dtype == jnp.bfloat16 else x
 
 
+def source_of(jaxpr, parameters):
+    """A function `f` of a jaxpr, as a kernel's body is written."""
+    writer = jaxpr_to_triton._Writer(fp8=True)
+    results = writer.body(jaxpr, parameters)
+    lines = [*writer.lines, f"    return {', '.join(results)}"]
+    return jaxpr_to_triton._source("f", parameters, lines)
+
+
 def found(function, *arguments):
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
     jaxpr = jax.make_jaxpr(function)(*shapes)
     assert jaxpr_to_triton.missing(jaxpr) is None
-    source = jaxpr_to_triton.function(jaxpr, "f", [f"x{i}" for i in range(len(arguments))])
+    source = source_of(jaxpr, [f"x{i}" for i in range(len(arguments))])
     return triton_on_numpy.run(source, "f", *map(bits, arguments))
 
 
@@ -88,14 +96,14 @@ def test_a_function(name):
 
 def test_instructions_are_named():
     jaxpr = jax.make_jaxpr(jaxpr_to_triton.APPROXIMATIONS.log2)(jnp.ones(4))
-    source = jaxpr_to_triton.function(jaxpr, "f", ["x"])
+    source = source_of(jaxpr, ["x"])
     assert "'lg2.approx.ftz.f32 $0, $1;', '=r,r', [x], dtype=tl.float32" in source
 
 
 def test_a_maximum_keeps_nan():
     """As lax.max; Triton's own would drop it."""
     jaxpr = jax.make_jaxpr(jnp.maximum)(FLOATS, FLOATS)
-    assert "propagate_nan=tl.PropagateNan.ALL" in jaxpr_to_triton.function(jaxpr, "f", ["x", "y"])
+    assert "propagate_nan=tl.PropagateNan.ALL" in source_of(jaxpr, ["x", "y"])
 
 
 def test_what_has_no_form_is_named():

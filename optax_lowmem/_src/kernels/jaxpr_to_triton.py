@@ -337,23 +337,13 @@ def _literal(value: ArrayLike, dtype: DTypeLike) -> str:
     return f"tl.full((), {text}, {_TYPES[kind.name]})"
 
 
-def function(closed: Jaxpr, name: str, parameters: Sequence[str], fp8: bool = True) -> str:
-    """Return the source of a `triton.jit` function of a closed jaxpr (see `missing`).
-
-    `parameters` are the names of its input variables; `fp8` is as in `Operation`.
-    """
-    writer = _Writer(fp8)
-    results = writer.body(closed, parameters)
-    return _source(name, parameters, [*writer.lines, f"    return {', '.join(results)}"])
-
-
 def kernel(
     closed: Jaxpr, name: str, parameters: Sequence[str], inputs: Sequence[str], fp8: bool = True
 ) -> str:
     """Return the source of a `triton.jit` kernel whose body is a jaxpr.
 
     The jaxpr loads and stores through pointers, and returns nothing. `parameters` are the kernel's;
-    `inputs` names the parameter of each input of the jaxpr. `fp8` is as in `function`.
+    `inputs` names the parameter of each input of the jaxpr. `fp8` is as in `Operation`.
     """
     writer = _Writer(fp8)
     writer.body(closed, inputs)

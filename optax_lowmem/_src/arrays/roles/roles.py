@@ -11,14 +11,12 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.arrays import trees
-from optax_lowmem._src.arrays.block import Block
 from optax_lowmem._src.arrays.typing import Structure
 
 # module names: whole components, without Linen's number, in lower case
@@ -47,13 +45,6 @@ ARRAYS = {"kernel", "embedding", "bias", "scale", "weight", "w", "b", "gamma", "
 BIASES = {"bias", "b"}
 
 _ATTENTION_WORDS = {"attn", "attention", "mha", "crossattention", "selfattention"}
-
-
-class Heads(NamedTuple):
-    """Head counts that the user gave."""
-
-    query: int | None
-    key: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,50 +137,6 @@ def beside(leaf: ModuleLeaf, modules: set[str], leaves: Leaves) -> ModuleLeaf | 
             if path in leaves and path != leaf.path:
                 return leaves[path]
     return None
-
-
-def out_first(leaf: ModuleLeaf, leaves: Leaves) -> bool:
-    """Return whether a matrix is transposed, (out, in), as in Hugging Face's FlaxConv1D.
-
-    The length of its bias decides. Square matrices of GPT-2 (`c_...`), and those without a bias,
-    are transposed if another matrix named so is.
-    """
-    shown = _bias_shows(leaf, leaves)
-    if shown is not None or not leaf.module.startswith("c_"):
-        return bool(shown)
-    others = (one for one in leaves.values() if one.module.startswith("c_"))
-    return any(_bias_shows(one, leaves) for one in others)
-
-
-def _bias_shows(leaf: ModuleLeaf, leaves: Leaves) -> bool | None:
-    """Return whether a matrix's bias has the length of its first axis; None if ambiguous."""
-    bias = bias_of(leaf, leaves)
-    if bias is None or len(leaf.inner_shape) != 2 or len(bias.inner_shape) != 1:
-        return None
-    rows, columns = leaf.inner_shape
-    return None if rows == columns else bias.inner_shape == (rows,)
-
-
-def output_axis(leaf: ModuleLeaf, leaves: Leaves) -> int:
-    """Return the output axis of one layer's matrix."""
-    return 0 if out_first(leaf, leaves) else 1
-
-
-def width_of(leaf: ModuleLeaf, leaves: Leaves) -> int:
-    """Return the number of outputs of one layer's matrix."""
-    return leaf.inner_shape[output_axis(leaf, leaves)]
-
-
-def whole(leaf: ModuleLeaf, reason: str) -> Block:
-    """Return one block for the tensor, or per layer if layers are stacked; elementwise if empty."""
-    inner = leaf.inner if math.prod(leaf.shape) else ()
-    text = "whole tensor" + (" of each layer" if leaf.stacked else "")
-    return Block(inner, description=text if inner else "elementwise", reason=leaf.because(reason))
-
-
-def layer_block(leaf: ModuleLeaf, text: str, axes: tuple[int, ...], reason: str) -> Block:
-    """Return a block that averages over these axes of one layer's leaf."""
-    return Block(tuple(leaf.inner[a] for a in axes), description=text, reason=leaf.because(reason))
 
 
 # ---- axes that stack layers or experts, which have separate second moments -----------------------
@@ -390,21 +337,6 @@ def _is_bias(leaf: ModuleLeaf, leaves: Leaves) -> bool:
         return leaf.array in BIASES
     paths = ("/".join([*leaf.module_names, name]) for name in ("w", "kernel", "weight"))
     return any(len(leaves[path].shape) > len(leaf.shape) for path in paths if path in leaves)
-
-
-def splits_heads(leaf: ModuleLeaf, leaves: Leaves) -> bool:
-    """Return whether the 3-D kernels of an attention have a head axis, not stacked matrices.
-
-    They do if heads * head_dim is the same in the query (in, heads, head_dim) and in the output
-    projection (heads, head_dim, out), or if one of these is missing.
-    """
-    results = [leaf, beside(leaf, QUERY, leaves), beside(leaf, OUT, leaves)]
-    query = next((one for one in results if one is not None and one.module in QUERY), None)
-    out = next((one for one in results if one is not None and one.module in OUT), None)
-    if query is None or out is None:
-        return True
-    inner = [shape[-3:] for shape in (query.inner_shape, out.inner_shape)]
-    return math.prod(inner[0][1:]) == math.prod(inner[1][:-1])
 
 
 def has_query_and_key(leaf: ModuleLeaf, leaves: Leaves) -> bool:

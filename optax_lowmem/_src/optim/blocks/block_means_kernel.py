@@ -6,7 +6,9 @@ average over the block's other axes. If a block has means of rows and of columns
 tile along both axes, so that a gradient is read once.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -14,12 +16,157 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.arrays import numerics
-from optax_lowmem._src.arrays.block import Factors
+from optax_lowmem._src.arrays.block import Block, Factors
 from optax_lowmem._src.arrays.groups import next_power_of_two
 from optax_lowmem._src.arrays.varying import result_like
 from optax_lowmem._src.kernels import gpu_kernel
 from optax_lowmem._src.kernels.gpu_kernel import Index, Operand, Program, Range
-from optax_lowmem._src.optim.blocks.block_means import Columns, Sides
+
+# ---- the launches that sum a leaf's columns, one axis after the other, and their tiles -----------
+
+TILE = 8192  # elements of a program: 64 for each of 128 threads
+_ROWS, _ROWS_OF_PARTS = 64, 256  # of a tile at least, where columns are many; of sums of parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """An array [outer, rows, width] whose rows are summed in parts, one part per tile."""
+
+    outer: int  # number of matrices
+    rows: int  # averaged
+    width: int  # number of columns; 1 if the averaged axis is contiguous
+    begins: bool = True  # whether the input is the array itself, not sums of parts of its rows
+    # for means of rows and columns, the length of a row, which divides the width; else None
+    row: int | None = None
+
+    @property
+    def tile_rows(self) -> int:
+        """Number of rows of a tile, a power of two: all of them if they fit in a tile."""
+        narrow = TILE // next_power_of_two(self.width)
+        rows = next_power_of_two(self.rows)
+        most = max(narrow, _ROWS if self.begins else _ROWS_OF_PARTS)
+        return rows if rows <= most else max(narrow, _ROWS)
+
+    @property
+    def tile_width(self) -> int:
+        """Number of columns of a tile, a power of two."""
+        return max(1, min(TILE // self.tile_rows, next_power_of_two(self.width)))
+
+    @property
+    def partial_sums(self) -> int:
+        """Number of tiles along the rows of one matrix, each with a partial sum per column."""
+        return -(-self.rows // self.tile_rows)
+
+    @property
+    def across(self) -> int:
+        """Number of tiles side by side along a row."""
+        return -(-self.width // self.tile_width)
+
+    @property
+    def tiles(self) -> int:
+        return self.outer * self.partial_sums * self.across
+
+    @property
+    def even(self) -> bool:
+        """Return whether all tiles are full: none extends past the last row or column."""
+        return self.rows % self.tile_rows == 0 and self.width % self.tile_width == 0
+
+    @property
+    def left(self) -> "Sides | None":
+        """The partial sums of rows and columns that this launch writes, if it computes both."""
+        if self.row is None:
+            return None
+        between = self.width // self.row
+        return Sides(
+            self.outer * between, self.rows, self.row, self.across // between, self.partial_sums
+        )
+
+    @property
+    def result(self) -> tuple[int, int]:
+        """The shape of the sums that this launch writes."""
+        left = self.left
+        return (self.outer * self.partial_sums, self.width) if left is None else left.shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """Partial sums of the rows of matrices, then those of their columns, which tiles add up."""
+
+    matrices: int  # number of matrices, with [of_rows * rows + of_columns * columns] sums each
+    rows: int  # of a matrix
+    columns: int
+    of_rows: int  # number of partial sums per row
+    of_columns: int
+
+    @property
+    def partial_sums(self) -> int:
+        """The largest number of partial sums per row or column."""
+        return max(self.of_rows, self.of_columns)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrices, self.of_rows * self.rows + self.of_columns * self.columns
+
+    @property
+    def tile_parts(self) -> int:
+        """Number of partial sums that a tile adds up, a power of two."""
+        parts = next_power_of_two(self.partial_sums)
+        return parts if parts <= _ROWS_OF_PARTS else _ROWS
+
+    @property
+    def tile_width(self) -> int:
+        """Number of rows, or columns, of a tile, a power of two."""
+        return min(TILE // self.tile_parts, next_power_of_two(max(self.rows, self.columns)))
+
+    @property
+    def left(self) -> "Sides":
+        """The partial sums that this launch writes."""
+        of_rows, of_columns = (-(-n // self.tile_parts) for n in (self.of_rows, self.of_columns))
+        return dataclasses.replace(self, of_rows=of_rows, of_columns=of_columns)
+
+    @property
+    def result(self) -> tuple[int, int]:
+        return self.left.shape
+
+    @property
+    def across(self) -> tuple[int, int]:
+        """Numbers of tiles side by side, for rows and for columns."""
+        return -(-self.rows // self.tile_width), -(-self.columns // self.tile_width)
+
+    @property
+    def tiles_of_rows(self) -> int:
+        return self.left.of_rows * self.across[0]
+
+    @property
+    def tiles(self) -> int:
+        return self.tiles_of_rows + self.left.of_columns * self.across[1]
+
+
+def passes(block: Block, shape: tuple[int, ...]) -> list[Columns | Sides]:
+    """Return the launches that compute the means over each block, axis by axis."""
+    results: list[Columns | Sides] = []
+    if isinstance(block, Factors):
+        outer, rows, between, row = block.matrices(shape)
+        first = Columns(outer, rows, between * row, row=row)
+        results, sides = [first], first.left
+        while sides is not None and sides.partial_sums > 1:
+            results.append(sides)
+            sides = sides.left
+        return results
+    viewed, axes = block.view(shape)
+    sizes = list(viewed)
+    for axis in axes:
+        before, after = math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :])
+        columns = Columns(before, sizes[axis], after)
+        results.append(columns)
+        while columns.partial_sums > 1:
+            columns = Columns(before, columns.partial_sums, after, begins=False)
+            results.append(columns)
+        sizes[axis] = 1
+    return results
+
+
+# ---- means ---------------------------------------------------------------------------------------
 
 _WARPS = 4
 

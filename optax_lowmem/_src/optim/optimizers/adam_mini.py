@@ -18,7 +18,7 @@ from optax_lowmem._src.arrays.typing import Arrays, ScalarOrSchedule
 from optax_lowmem._src.optim.blocks.structure import Structure
 from optax_lowmem._src.optim.optimizers.adam import AdamRule, adam_moments, flash_adamw
 from optax_lowmem._src.optim.optimizers.arguments import with_common_arguments
-from optax_lowmem._src.optim.optimizers.schedule import direction, optimizer
+from optax_lowmem._src.optim.step.engine import direction, optimizer
 from optax_lowmem._src.optim.step.rule import OF_BLOCK, Slot
 from optax_lowmem._src.optim.step.storage import Storage, completed
 

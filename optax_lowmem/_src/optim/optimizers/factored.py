@@ -21,7 +21,7 @@ from optax_lowmem._src.optim.blocks.structure import Structure
 from optax_lowmem._src.optim.optimizers.adam import adam_moments
 from optax_lowmem._src.optim.optimizers.adam_mini import AdamMiniRule
 from optax_lowmem._src.optim.optimizers.arguments import with_common_arguments
-from optax_lowmem._src.optim.optimizers.schedule import direction, optimizer
+from optax_lowmem._src.optim.step.engine import direction, optimizer
 from optax_lowmem._src.optim.step.rule import OF_BLOCK
 from optax_lowmem._src.optim.step.storage import Storage, completed
 

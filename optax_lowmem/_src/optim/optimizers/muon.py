@@ -20,7 +20,6 @@ from optax_lowmem._src.arrays.hyperparameters import (
     check_choice,
     check_range,
     complement,
-    following,
     is_zero,
 )
 from optax_lowmem._src.arrays.typing import Arrays, PyTree, Scalar, ScalarOrSchedule
@@ -32,7 +31,7 @@ from optax_lowmem._src.optim.optimizers.newton_schulz import (
     Coefficients,
     polar_factors,
 )
-from optax_lowmem._src.optim.optimizers.schedule import at_count, optimizer
+from optax_lowmem._src.optim.step.engine import at_count, optimizer
 from optax_lowmem._src.optim.step.matrix_axes import Dimensions, Matrices, MatrixAxes
 from optax_lowmem._src.optim.step.rule import MatrixRule, Slot, UpdateRule
 from optax_lowmem._src.optim.step.storage import Storage
@@ -175,11 +174,12 @@ def _hyperparameters_at(
     adam_weight_decay: Scalar | None,
     count: jax.Array,
 ) -> Arrays:
-    step = following(count)
+    step = optax.safe_increment(count)
     beta_now, one_minus = as_f32("beta", beta), complement("beta", beta)
     h = {"beta": beta_now, "one_minus_beta": one_minus, "eps": as_f32("eps", eps)}
     if nesterov:  # the next step's momentum, debiased for that step
-        h["mu_bias_correction"] = beta_now / bias_correction("beta", beta, following(step))
+        after = bias_correction("beta", beta, optax.safe_increment(step))
+        h["mu_bias_correction"] = beta_now / after
         h["g_scale"] = one_minus / bias_correction("beta", beta, step)
     else:
         h["mu_bias_correction"] = 1 / bias_correction("beta", beta, step)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.arrays.hyperparameters import LEAST, Formula, as_f32, check_range
 from optax_lowmem._src.arrays.typing import Arrays, PyTree, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optim.optimizers.arguments import with_common_arguments
-from optax_lowmem._src.optim.optimizers.schedule import direction, optimizer
+from optax_lowmem._src.optim.step.engine import direction, optimizer
 from optax_lowmem._src.optim.step.rule import Slot, UpdateRule
 from optax_lowmem._src.optim.step.storage import Storage
 

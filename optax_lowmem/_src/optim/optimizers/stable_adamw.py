@@ -13,7 +13,7 @@ from optax_lowmem._src.arrays.typing import Arrays, Scalar, ScalarOrSchedule
 from optax_lowmem._src.optim.clipping import check_threshold, clipped_share, rms_of_ratio
 from optax_lowmem._src.optim.optimizers.adam import AdamRule, adam_moments
 from optax_lowmem._src.optim.optimizers.arguments import with_common_arguments
-from optax_lowmem._src.optim.optimizers.schedule import optimizer
+from optax_lowmem._src.optim.step.engine import optimizer
 from optax_lowmem._src.optim.step.rule import UpdateRule
 from optax_lowmem._src.optim.step.storage import Storage
 

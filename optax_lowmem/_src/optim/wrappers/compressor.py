@@ -137,9 +137,8 @@ def _decoded(
     group_size: int,
 ) -> jax.Array:
     """Invert `_encoded`."""
-    # XLA instead of a kernel: it is fused into the inner update, and f32 values are never stored
     rows = _shaped(codes, (codes.size,), None) if flattened else codes
-    values = group_codec.decode(codec, rows, scales, group_size, length, implementation="xla")
+    values = group_codec.decode(codec, rows, scales, group_size, length)
     return _shaped(values, codes.shape, sharding_of(codes)) if flattened else values
 
 

@@ -102,12 +102,6 @@ def _adam(
     return _rotated_back(h["mu_bias_correction"] * _rotated(mu, q) / root, q), mu, nu
 
 
-def _step_other(g: jax.Array, leaf: _Leaf, h: Arrays) -> tuple[jax.Array, _Leaf]:
-    """Return the direction of a parameter without matrices, and its new state."""
-    direction, mu, nu = _adam(g, leaf.mu, leaf.nu, leaf.q, h)
-    return direction, leaf._replace(mu=mu, nu=nu)
-
-
 def _step_matrices(
     matrices: Matrices, g: jax.Array, leaf: _Leaf, basis: jax.Array, h: Arrays
 ) -> tuple[jax.Array, _Leaf]:
@@ -181,7 +175,8 @@ class _Soap:
                 with jax.default_matmul_precision("float32"):
                     direction, leaf = left_to_xla(step, shardings, wide, leaf, basis, h)
             else:
-                direction, leaf = _step_other(wide, leaf, h)
+                direction, mu, nu = _adam(wide, leaf.mu, leaf.nu, leaf.q, h)
+                leaf = leaf._replace(mu=mu, nu=nu)
             directions.append(direction.astype(g.dtype))
             new.append((leaf.mu, leaf.nu, *leaf.sides, *leaf.q))
         treedef: Structure = jax.tree.structure(updates)

@@ -54,7 +54,11 @@ _KNOWN = frozenset(
 
 def unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return the reason why this kernel cannot step a leaf, or None."""
-    reason = lanes.unsupported(plan.shape, plan.group_size) or _block_reason(plan)
+    reason = lanes.unsupported(plan.shape, plan.group_size)
+    if reason is None and plan.block is not None:
+        reason = views.block_reason(plan.block, plan.shape)
+        if plan.block.elementwise:
+            reason = "its second moments are elementwise, in f32: plain elementwise work"
     if reason is not None:
         return reason
     if isinstance(plan.weight_format, WeightFormat):
@@ -67,14 +71,6 @@ def unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
         return "Mosaic has no float16"
     unknown = _unknown(rule, plan.shapeless)
     return unknown and f"the step uses `{unknown}`, which Mosaic is not known to support"
-
-
-def _block_reason(plan: LeafPlan) -> str | None:
-    if plan.block is None:
-        return None
-    if plan.block.elementwise:
-        return "its second moments are elementwise, in f32: plain elementwise work"
-    return views.block_reason(plan.block, plan.shape)
 
 
 @functools.cache
