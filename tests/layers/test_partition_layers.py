@@ -56,8 +56,12 @@ def store_gated(given, activation, group_size, exact, backend, keep=True):
 
 def quantize_both(x, absmax, to, backend, function=None, beside=()):
     values = x if function is None else function(*(v.astype(jnp.float32) for v in (x, *beside)))
-    codes = kernels.quantized(values, absmax.reshape(1, 1), to)
-    return codes, codes.codes.T
+    codes = kernels.quantized(values, absmax.reshape((1,) * x.ndim), to)
+    return codes, transpose(codes.codes, backend)
+
+
+def transpose(codes, backend):
+    return jnp.moveaxis(codes, -1, 0)
 
 
 def quantize_transposed(w, absmax, to, clip, backend):
@@ -70,7 +74,7 @@ TWINS = {
         "store_normed": store_normed,
         "store_gated": store_gated,
         "quantize_both": quantize_both,
-        "transpose": lambda codes, backend: codes.T,
+        "transpose": transpose,
     },
     quantize_kernel: {
         "quantize_rows": lambda x, to, backend: plain.quantize_plain(x, 1, to),
