@@ -184,6 +184,9 @@ def test_command(tmp_path, capsys):
         capsys, "--params", str(file), "--gpu", "RTX 4080", "--tflops", "970", "--pcie", "0.25"
     )
     assert "above 2,716,090 tokens" in lines[-3] and "at most 204 tokens/s" in lines[13]
+    words = "--gpu 5GB --tflops 100 --sequence 512".split()
+    speed = next(line for line in run(capsys, "--params", str(file), *words) if "Speed" in line)
+    assert "at most 1,453 tokens/s" in speed  # adapters: 6 FLOP per parameter and token
     lines = run(capsys, "--params", str(file), "--gpu", "4GiB", "--lora", "all-linear")
     assert "29.92 GiB to the GPU and 0.00 GiB back" in lines[-3]
     assert "--lora q_proj,k_proj" in lines[-1] and "--offload weights --micro-batch" in lines[-1]

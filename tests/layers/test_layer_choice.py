@@ -51,9 +51,7 @@ def test_sizes_decide_on_hopper(on_hopper):
 @needs_mosaic
 def test_what_the_kernel_does_not_take_pays_later(on_hopper):
     """An estimate knows which product is left to XLA, each for its own sizes and formats."""
-    settings = choice.ProductSettings(
-        layers.switchback_dot_general().variant, *(choice_format(),) * 2
-    )
+    settings = layers.switchback_dot_general().settings
     taken = choice.estimates(settings, 8192, 2048, 2048, "bfloat16")
     left = choice.estimates(settings, 8192, 2048, 2048 + 32, "bfloat16")
     assert left[0] - taken[0] > 0.9 * 2e-12 * 8192 * (2048 + 2080) > 0.03 * taken[0]
@@ -72,17 +70,12 @@ def test_estimates_are_what_was_measured(monkeypatch):
         sizes = [int(size) for size in shape.split("x")]
         for name in ("switchback-int8", "switchback-fp8", "switchback_m-int8", "switchback_m-fp8"):
             layer = layers.switchback_dot_general(*name.split("-"))
-            settings = choice.ProductSettings(layer.variant, layer.forward, layer.gradient)
-            estimated = np.multiply(choice.estimates(settings, *sizes, "bfloat16"), 1e3)
+            estimated = np.multiply(choice.estimates(layer.settings, *sizes, "bfloat16"), 1e3)
             measured = np.array([own[name], own["bf16"]])
             np.testing.assert_allclose(estimated, measured, rtol=0.07, err_msg=f"{name}, {shape}")
             slower = measured.argmax()
             if measured[slower] > 1.03 * measured[1 - slower]:
                 assert estimated.argmax() == slower, (name, shape)
-
-
-def choice_format():
-    return layers.switchback_dot_general().forward
 
 
 def test_elsewhere_it_quantizes(on_a_gpu):

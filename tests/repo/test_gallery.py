@@ -8,7 +8,7 @@ import pytest
 from tests.repo.pages import DOCS, ROOT
 
 GALLERY = ROOT / "examples/gallery"
-NAMES = sorted(path.stem for path in GALLERY.glob("*.py") if not path.stem.startswith("_"))
+NAMES = sorted(path.stem for path in GALLERY.glob("[!_]*.py"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -39,6 +39,11 @@ def _overwrites(tree: object) -> bool:
     return isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree
 
 
+def _trained(tree: PyTree) -> PyTree:
+    """Return the part of a tree that the optimizer trains."""
+    return tree["params"] if _overwrites(tree) else tree
+
+
 def _start(
     tx: optax.GradientTransformation,
     params: optax.Params,
@@ -128,13 +133,12 @@ class TrainState(train_state.TrainState):
                 f"{cls.__name__} has a field `dtype`, but `create` uses the argument `dtype` for "
                 "the weights: rename the field."
             )
-        inner = params["params"] if _overwrites(params) else params
-        weights, opt_state = _start(tx, inner, dtype, keep_f32, allow_rounding)
+        weights, opt_state = _start(tx, _trained(params), dtype, keep_f32, allow_rounding)
         if _overwrites(params):
             weights = core.copy(params, {"params": weights})
         return cls(step=0, apply_fn=apply_fn, params=weights, tx=tx, opt_state=opt_state, **kwargs)
 
-    def apply_gradients(self, *, grads: optax.Updates, **kwargs: Any) -> Self:
+    def apply_gradients(self, *, grads: optax.Updates, **kwargs: object) -> Self:
         """Return the state after one step, with new `step`, `params` and `opt_state`.
 
         Args:
@@ -144,22 +148,17 @@ class TrainState(train_state.TrainState):
         Returns:
           A new state.
         """
+        params, opt_state = chain.step(
+            self.tx, _trained(grads), self.opt_state, _trained(self.params)
+        )
         if _overwrites(grads):
-            params, opt_state = chain.step(
-                self.tx, grads["params"], self.opt_state, self.params["params"]
-            )
-            owg = grads[OVERWRITE_WITH_GRADIENT]
-            params = {"params": params, OVERWRITE_WITH_GRADIENT: owg}
-        else:
-            params, opt_state = chain.step(self.tx, grads, self.opt_state, self.params)
+            params = {"params": params, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
     def master_params(self) -> PyTree:
         """Reconstruct the f32 parameters from `params` and `opt_state`, in a tree like `params`."""
-        if not _overwrites(self.params):
-            return masters.master_params(self.params, self.opt_state)
-        trained = masters.master_params(self.params["params"], self.opt_state)
-        return core.copy(self.params, {"params": trained})
+        trained = masters.master_params(_trained(self.params), self.opt_state)
+        return core.copy(self.params, {"params": trained}) if _overwrites(self.params) else trained
 
 
 class Optimizer(nnx.Optimizer[M]):
@@ -235,7 +234,7 @@ class Optimizer(nnx.Optimizer[M]):
             nnx.update(model, weights)
 
     # Flax's annotation has positional arguments only; its implementation takes keywords too
-    def update(self, model: M, grads: optax.Updates, **kwargs: Any) -> PyTree:  # type: ignore[override]
+    def update(self, model: M, grads: optax.Updates, **kwargs: object) -> PyTree:  # type: ignore[override]
         """Take one step: update the model's parameters, the state and the step count in place.
 
         Args:

@@ -16,10 +16,9 @@ from optax_lowmem._src.arrays.groups import Tile, Tiling, next_power_of_two
 from optax_lowmem._src.arrays.varying import result_like
 from optax_lowmem._src.kernels import gpu_kernel
 from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
-from optax_lowmem._src.layers import quantized_matmul as matmul
 from optax_lowmem._src.layers.fp8_flow import kernels
 from optax_lowmem._src.layers.fp8_flow.kernels import Grouped
-from optax_lowmem._src.layers.quantized_matmul import Format, Quantized
+from optax_lowmem._src.layers.quantized_matmul import Format, Quantized, codes_of
 from optax_lowmem._src.layers.quantized_matmul.quantize_kernel import store_scale
 
 _ELEMENTS = 4096  # per program of a norm, unless its row is longer
@@ -206,7 +205,7 @@ def _transpose_body(
     if to is not None:
         absmax_at, codes_at, scale_at, *rest = rest
         absmax = absmax_at.load(0)
-        codes = matmul.codes_of(codes, absmax, to)
+        codes = codes_of(codes, absmax, to)
         place, there = gpu_kernel.part(codes_at, row, column)
         codes_at.store(*place, values=codes, mask=there)
         store_scale(program, scale_at, absmax, to)

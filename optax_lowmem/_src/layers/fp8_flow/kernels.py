@@ -26,14 +26,17 @@ from optax_lowmem._src.kernels.along_axes import (
     in_groups,
     names_of,
 )
-from optax_lowmem._src.layers import quantized_matmul as matmul
 from optax_lowmem._src.layers.quantized_matmul import (
     E4M3,
+    LONGEST_ROW,
     Format,
     Quantized,
     absmax_of,
+    as_stored,
+    codes_of,
     multiply,
     product_reason,
+    scales_of,
 )
 
 SCALE = E8M8Scale()
@@ -71,16 +74,16 @@ def store(x: jax.Array, group_size: int) -> Grouped:
       Codes and scales: |x - restored| is at most the larger of |x| / 16 and s / 448 / 2^10. A
       group with a value that is not finite is restored as NaN.
     """
-    codes, scales = matmul.as_stored(store_groups(groups.to_groups(x, group_size)))
+    codes, scales = as_stored(store_groups(groups.to_groups(x, group_size)))
     return Grouped(groups.from_groups(codes, x.shape), scales)
 
 
 def store_groups(x: jax.Array) -> Grouped:
     """Return codes and E8M8 scales of a group view [..., groups, lanes]: `store` in a kernel."""
-    scales = SCALE.encode(numerics.to_bits(matmul.absmax_of(x, -1)[..., 0]))
+    scales = SCALE.encode(numerics.to_bits(absmax_of(x, -1)[..., 0]))
     limit = SCALE.decode(scales)[..., None]
     # the largest scale is 2^126; without clipping, larger values would become NaN in E4M3
-    codes = matmul.codes_of(x, limit, E4M3, clip=True)
+    codes = codes_of(x, limit, E4M3, clip=True)
     return Grouped(codes, scales)
 
 
@@ -92,7 +95,7 @@ def restore(stored: Grouped, group_size: int) -> jax.Array:
 
 def restore_groups(stored: Grouped) -> jax.Array:
     """Apply `restore` to a group view."""
-    unit = matmul.scales_of(SCALE.decode(stored.scales), E4M3)
+    unit = scales_of(SCALE.decode(stored.scales), E4M3)
     return stored.codes.astype(jnp.float32) * unit[..., None]
 
 
@@ -104,18 +107,18 @@ def group_absmax(x: jax.Array, group_size: int) -> jax.Array:
 
     It is the first stage of Group Scaling.
     """
-    return matmul.absmax_of(groups.to_groups(x, group_size), -1)[..., 0]
+    return absmax_of(groups.to_groups(x, group_size), -1)[..., 0]
 
 
 def tensor_absmax(x: jax.Array, group_size: int) -> jax.Array:
     """Return a tensor's largest magnitude, f32 [1, ..., 1], by both stages of Group Scaling."""
-    return matmul.absmax_of(group_absmax(x, group_size) if x.ndim else x, None)
+    return absmax_of(group_absmax(x, group_size) if x.ndim else x, None)
 
 
 def quantized(x: jax.Array, absmax: jax.Array, to: Format = E4M3, clip: bool = False) -> Quantized:
     """Quantize an array whose largest magnitude is `absmax`; with `clip`, it may be larger."""
-    codes = matmul.as_stored(matmul.codes_of(x, absmax, to, clip))
-    return Quantized(codes, matmul.scales_of(absmax, to))
+    codes = as_stored(codes_of(x, absmax, to, clip))
+    return Quantized(codes, scales_of(absmax, to))
 
 
 # ---- RMSNorm -------------------------------------------------------------------------------------
@@ -154,7 +157,7 @@ def store_normed_plain(
     inverse = inverse_rms(given, eps, group_size)
     # a row's maximum of y = r x w is r times that of x w, so one pass over x computes both
     largest = group_absmax(given * row(scale, x), group_size) * inverse
-    return stored if keep else None, inverse, matmul.absmax_of(largest, None)
+    return stored if keep else None, inverse, absmax_of(largest, None)
 
 
 # ---- activation functions ------------------------------------------------------------------------
@@ -185,7 +188,6 @@ def store_gated_plain(
 
 # ---- the choice of the implementation ------------------------------------------------------------
 
-LONGEST_ROW = 1 << 15
 LARGEST_GROUP = 256
 # Pallas' Triton lowering has no erf (no upstream issue known; jax 0.10.2 and 0.12.0)
 _NOT_LOWERED = {"pallas": ("gelu_exact",), "triton": ()}

@@ -269,11 +269,11 @@ class _Given:
 
     takes_codes = True
 
-    def __init__(self, layer: Layer, **found: object):
-        self.layer, self.found = layer, found
+    def __init__(self, layer: Layer, **of_kernel: object):
+        self.layer, self.of_kernel = layer, of_kernel
 
     def __call__(self, x: jax.Array | Coded) -> jax.Array:
-        return self.layer(x, **self.found)
+        return self.layer(x, **self.of_kernel)
 
 
 def _given(maxima: OfWeights, codes: OfWeights, part: str, name: str, layer: Layer) -> PyTree:

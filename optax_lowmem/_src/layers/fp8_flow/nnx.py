@@ -56,10 +56,7 @@ class Fp8Linear(nnx.Linear):
     ) -> jax.Array:
         """Apply the layer to [..., in]; the result is [..., out].
 
-        Args:
-          x: the input.
-          absmax: `fp8_flow.weight_absmax` of the kernel, as in `fp8_flow.linear`.
-          codes: `fp8_flow.quantize_weight` of the kernel, as in `fp8_flow.linear`.
+        `absmax` and `codes` are `kernel_absmax` and `kernel_codes` of `fp8_flow.linear`.
         """
         if not self.takes_codes:
             return super().__call__(value_of(x))

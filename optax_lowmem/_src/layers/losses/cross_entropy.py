@@ -138,10 +138,10 @@ def linear_cross_entropy(
         soft_cap = _option("soft_cap", soft_cap, float, "a number")
     if chunk_tokens is not None:
         chunk_tokens = _option("chunk_tokens", chunk_tokens, operator.index, "an int")
-    _check_arguments(
-        hidden, head, labels, weights, reduction, vocab_axis, z_loss, soft_cap, chunk_tokens
-    )
-    _check_products(hidden, head, products, precision)
+    check_choice("reduction", reduction, _REDUCTIONS)
+    options = vocab_axis, z_loss, soft_cap, chunk_tokens, products, precision
+    loss = _Loss(*options, head_dtype=str(head.dtype))
+    _check_arguments(loss, hidden, head, labels, weights)
     layout = _layout(hidden, head, labels, mesh, specs, vocab_axis)
     if weights is not None:
         kind = weights.dtype if jnp.issubdtype(weights.dtype, jnp.floating) else jnp.float32
@@ -150,9 +150,7 @@ def linear_cross_entropy(
         hidden = layout.place(hidden, layout.of_hidden)
         labels = layout.place(labels, layout.of_tokens)
         weights = None if weights is None else layout.place(weights, layout.of_tokens)
-    loss = _Loss(
-        vocab_axis, z_loss, soft_cap, chunk_tokens, products, precision, str(head.dtype), layout
-    )
+    loss = dataclasses.replace(loss, layout=layout)
     hidden, head, labels, weights = varying.alike(hidden, head, labels, weights)
     if reduction == "none":
         losses = _losses(loss, hidden, head, labels)
@@ -167,24 +165,16 @@ def linear_cross_entropy(
 
 
 def _check_arguments(
-    hidden: jax.Array,
-    head: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array | None,
-    reduction: str,
-    vocab_axis: int,
-    z_loss: float,
-    soft_cap: float | None,
-    chunk_tokens: int | None,
+    loss: "_Loss", hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array | None
 ) -> None:
-    check_choice("reduction", reduction, _REDUCTIONS)
-    if vocab_axis not in (0, 1):
-        raise ValueError(f"vocab_axis must be 0 or 1, an axis of the head, got {vocab_axis!r}")
-    if head.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != head.shape[1 - vocab_axis]:
-        shape = "[vocab, width]" if vocab_axis == 0 else "[width, vocab]"
+    axis = loss.vocab_axis
+    if axis not in (0, 1):
+        raise ValueError(f"vocab_axis must be 0 or 1, an axis of the head, got {axis!r}")
+    if head.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != head.shape[1 - axis]:
+        shape = "[vocab, width]" if axis == 0 else "[width, vocab]"
         raise ValueError(
-            f"hidden{list(hidden.shape)} and head{list(head.shape)}: with vocab_axis={vocab_axis} "
-            f"pass [..., width] and {shape}"
+            f"hidden{list(hidden.shape)} and head{list(head.shape)}: with vocab_axis={axis} pass "
+            f"[..., width] and {shape}"
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"labels must be integers, got {labels.dtype}")
@@ -194,12 +184,26 @@ def _check_arguments(
                 f"{name}{list(given.shape)} for hidden{list(hidden.shape)}: pass one per token, "
                 f"{list(hidden.shape[:-1])}"
             )
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss must be at least 0 and finite, got {z_loss}")
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
-        raise ValueError(f"soft_cap must be above 0 and finite, got {soft_cap}; None: no cap")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    if not 0 <= loss.z_loss < math.inf:
+        raise ValueError(f"z_loss must be at least 0 and finite, got {loss.z_loss}")
+    if loss.soft_cap is not None and not 0 < loss.soft_cap < math.inf:
+        raise ValueError(f"soft_cap must be above 0 and finite, got {loss.soft_cap}; None: no cap")
+    if loss.chunk_tokens is not None and loss.chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {loss.chunk_tokens}")
+    check_choice("products", loss.products, PRODUCTS)
+    if not loss.in_fp8:
+        return
+    for name, x in (("hidden", hidden), ("head", head)):
+        if x.dtype.name not in FP8_INPUTS:
+            raise ValueError(
+                f"{name} in {x.dtype} with products={loss.products!r}, which quantizes "
+                f"{', '.join(FP8_INPUTS)}: cast it, or leave products out"
+            )
+    if loss.products == FP8 and loss.precision is not None:
+        raise ValueError(
+            f"precision={loss.precision!r} with products={loss.products!r}: products of codes have "
+            "no precision. Leave it out, or use products='fp8-gradients', whose logits use it"
+        )
 
 
 def _option(name: str, value: object, to: Callable[..., T], kind: str) -> T:
@@ -211,25 +215,6 @@ def _option(name: str, value: object, to: Callable[..., T], kind: str) -> T:
         pass
     given = f"a traced {value}" if isinstance(value, jax.core.Tracer) else repr(value)
     raise TypeError(f"{name} must be {kind} known when tracing, got {given}")
-
-
-def _check_products(
-    hidden: jax.Array, head: jax.Array, products: str, precision: PrecisionLike
-) -> None:
-    check_choice("products", products, PRODUCTS)
-    if products == INPUT:
-        return
-    for name, x in (("hidden", hidden), ("head", head)):
-        if x.dtype.name not in FP8_INPUTS:
-            raise ValueError(
-                f"{name} in {x.dtype} with products={products!r}, which quantizes "
-                f"{', '.join(FP8_INPUTS)}: cast it, or leave products out"
-            )
-    if products == FP8 and precision is not None:
-        raise ValueError(
-            f"precision={precision!r} with products={products!r}: products of codes have no "
-            "precision. Leave it out, or use products='fp8-gradients', whose logits use it"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +268,7 @@ class _Loss:
     products: str
     precision: PrecisionLike
     head_dtype: str
-    layout: _Layout | None
+    layout: _Layout | None = None
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:

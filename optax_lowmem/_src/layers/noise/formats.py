@@ -31,9 +31,7 @@ class Scaled:
 
     name: str  # the name in arguments
     mantissa: int  # m, the mantissa bits
-    binades: (
-        int  # number of binades of normal numbers: 2^e - 1, less those reserved for Inf and NaN
-    )
+    binades: int  # of normal numbers: 2^e - 1, less those reserved for Inf and NaN
     largest: float  # the largest number, with the highest binade scaled to [1, 2)
 
     def most(self, absmax: jax.Array) -> jax.Array:
@@ -80,18 +78,17 @@ def custom(exponent: int, mantissa: int, binades: int | None = None) -> Scaled:
     return Scaled(name, mantissa, count, 2 - 2.0**-mantissa)
 
 
-WIDE = {
-    name: Wide(name, mantissa)
-    for name, mantissa in (("bfloat16", 7), ("float16", 10), ("float32", 23))
-}
-_SCALED = (
+_FORMATS = (
+    Wide("bfloat16", 7),
+    Wide("float16", 10),
+    Wide("float32", 23),
     Scaled("mxfp8_e4m3", 3, 15, 1.75),  # 1.875 2^8 is NaN
     Scaled("mxfp8_e5m2", 2, 30, 1.75),  # the exponent of all ones is Inf and NaN
     Scaled("mxfp6_e3m2", 2, 7, 1.75),
     Scaled("mxfp6_e2m3", 3, 3, 1.875),
     Scaled("mxfp4", 1, 3, 1.5),  # E2M1
 )
-FORMATS: dict[str, Format] = WIDE | {one.name: one for one in _SCALED}
+FORMATS: dict[str, Format] = {format.name: format for format in _FORMATS}
 
 
 def format_of(name: str) -> Format:

@@ -119,7 +119,7 @@ class GaussWSLinear(nnx.Linear):
             kernel = self.sampled(dtype)
         bias = None if self.bias is None else self.bias[...]
         inputs, kernel, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
-        more: dict[str, Any] = {"out_sharding": out_sharding}
+        more: dict[str, object] = {"out_sharding": out_sharding}
         if self.preferred_element_type is not None:
             more["preferred_element_type"] = self.preferred_element_type
         dims = (((inputs.ndim - 1,), (0,)), ((), ()))

@@ -97,9 +97,9 @@ def _layer_class(to: To) -> type | None:
 
 def _check(to: To, kind: type) -> None:
     """Raise unless `to` is a subclass of `kind` or a dot_general."""
-    cls = _layer_class(to)
-    other = cls is not None and not issubclass(cls, kind)
-    if not callable(to) or other or isinstance(to, nnx.Module | linen.Module):
+    function = to.func if isinstance(to, functools.partial) else to
+    other = isinstance(function, type) and not issubclass(function, kind)
+    if not callable(to) or other or isinstance(function, nnx.Module | linen.Module):
         raise TypeError(
             f"for this model `to` must be a subclass of {kind.__module__}.{kind.__name__} or a "
             f"dot_general, got {to!r}"

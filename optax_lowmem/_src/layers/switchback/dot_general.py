@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.arrays.hyperparameters import check_choice
 from optax_lowmem._src.layers.quantized_matmul import E4M3, E5M2, INT8, Format
 from optax_lowmem._src.layers.switchback.choice import IMPLEMENTATIONS, Choice, choose
-from optax_lowmem._src.layers.switchback.products import VARIANTS, ProductSettings, Variant, matmul
+from optax_lowmem._src.layers.switchback.products import VARIANTS, ProductSettings, matmul
 
 DotGeneral = Callable[..., jax.Array]
 # name -> formats of (activations and weights, gradients)
@@ -102,17 +102,15 @@ def switchback_dot_general(
         )
     if variant == STANDARD:
         return lax.dot_general
-    return _DotGeneral(VARIANTS[variant], *formats, implementation)
+    return _DotGeneral(ProductSettings(VARIANTS[variant], *formats), implementation)
 
 
 @dataclasses.dataclass(frozen=True)
 class _DotGeneral:
     """A `dot_general` that compares by its settings, so that modules and jit caches reuse it."""
 
-    variant: Variant
-    forward: Format
-    gradient: Format
-    implementation: str = "quantized"
+    settings: ProductSettings
+    implementation: str
 
     def choose(
         self, tokens: int, inputs: int, outputs: int, dtype: DTypeLike = "bfloat16"
@@ -120,8 +118,7 @@ class _DotGeneral:
         """Choose 8-bit or standard products, with a reason, for the sizes of a layer's operands."""
         if self.implementation == "quantized":
             return Choice(True, 'in 8 bits: implementation="quantized"')
-        settings = ProductSettings(self.variant, self.forward, self.gradient)
-        return choose(settings, tokens, inputs, outputs, jnp.dtype(dtype))
+        return choose(self.settings, tokens, inputs, outputs, jnp.dtype(dtype))
 
     def __call__(
         self,
@@ -161,8 +158,9 @@ class _DotGeneral:
             x = x.reshape(*x.shape[: batch + len(rest_l)], inputs)
         if len(sum_r) != 1 or len(rest_r) != 1:
             w = w.reshape(*w.shape[:batch], inputs, outputs)
-        how = (self.variant, self.forward, self.gradient)
-        settings = ProductSettings(*how, precision, result, out_sharding)
+        settings = dataclasses.replace(
+            self.settings, precision=precision, result=result, sharding=out_sharding
+        )
         product = functools.partial(matmul, settings)
         for _ in range(batch):
             product = jax.vmap(product)

@@ -58,9 +58,8 @@ class ProductSettings:
     gradient: Format  # of G
     precision: PrecisionLike = None  # as in `jax.lax.dot`, for a product that is not quantized
     result: jnp.dtype | None = None  # dtype of Y; None: that of X and W
-    sharding: jax.sharding.NamedSharding | None = (
-        None  # of Y, on a mesh with Explicit axes, if it is ambiguous
-    )
+    # of Y, on a mesh with Explicit axes, if it is ambiguous
+    sharding: jax.sharding.NamedSharding | None = None
 
 
 def _quantized_operand(x: jax.Array, per: str, to: Format, summed: tuple[int, ...]) -> Quantized:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import numpy as np
@@ -260,7 +260,9 @@ def open_manager(path: StrPath, largest: int = 0, **options: object) -> Iterator
 class _WritesChecksums:
     """Mixin for a handler of Orbax: writes checksums before a step gets its final name."""
 
-    async def async_save(self, directory: "epath.Path", *args: object, **kwargs: object) -> Any:
+    async def async_save(
+        self, directory: "epath.Path", *args: object, **kwargs: object
+    ) -> "list[ocp.future.Future] | None":
         futures = await super().async_save(directory, *args, **kwargs)  # type: ignore[misc]
         return [_ChecksumFuture(futures or [], directory)] if jax.process_count() > 1 else futures
 
@@ -273,7 +275,7 @@ class _WritesChecksums:
 class _ChecksumFuture:
     """A future that is done when the files of this process and their checksums are written."""
 
-    def __init__(self, futures: list[Any], directory: "epath.Path"):
+    def __init__(self, futures: "list[ocp.future.Future]", directory: "epath.Path"):
         self._futures, self._directory = futures, directory
 
     def result(self, timeout: float | None = None) -> None:

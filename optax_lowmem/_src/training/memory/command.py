@@ -287,7 +287,7 @@ def _tokens_per_second(mode: ModePlan, number: int, peak: float, link: float, to
     """
     each = number * tokens / (_OF_PEAK * peak * 1e12)
     forward, backward, back = (size / link for size in mode.copies)
-    in_backward = 4 if mode.name in (LORA, QLORA) else 6
+    in_backward = 4 if mode.name in (LORA, QLORA, LORA_STREAM, QLORA_STREAM) else 6
     return tokens / (max(2 * each, forward) + max(in_backward * each, backward, back))
 
 
