@@ -6,7 +6,7 @@ kernel body call the same functions. Only `GroupCodec.storage` defines the store
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,13 +131,13 @@ class GroupCodec(ShowsChanges, abc.ABC):
     axis, the first in the lowest bits.
 
     Attributes:
-      scale: storage format of the group scales; it has a `dtype`.
+      scale: storage format of the group scales.
       guarded: whether codes use the scale as stored, zero groups decode to 0 and non-finite groups
         to NaN. False is the paper's form.
       signed: whether values may be negative.
     """
 
-    scale: Any
+    scale: ScaleFormat
     guarded: bool = True
     signed: bool = True
 

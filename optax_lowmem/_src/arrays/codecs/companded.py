@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ _MIN_NORMAL = float(jnp.finfo(jnp.float32).tiny)
 _MAX_ROOT = float(jnp.finfo(jnp.float32).max) ** 0.5 * (1 - 2.0**-20)
 _PAPER_MIN_ABSMAX = 1e-12  # minimum of the official implementation
 
+AbsmaxScale = Float32Scale | E8M8Scale | Float16Scale
+
 
 @dataclasses.dataclass(frozen=True)
 class CompandedCodec(GroupCodec):
@@ -39,7 +41,7 @@ class CompandedCodec(GroupCodec):
       signed: whether values may be negative.
     """
 
-    scale: Any = dataclasses.field(default_factory=Float32Scale)
+    scale: AbsmaxScale = dataclasses.field(default_factory=Float32Scale)
 
     least: ClassVar[float] = _MIN_NORMAL  # `magnitude` of the smallest normal number
 
@@ -162,7 +164,7 @@ class CompandedCodec(GroupCodec):
 class SoftsignCodec(CompandedCodec):
     """phi(x) = 2 x / (1 + |x|), phi^-1(z) = z / (2 - |z|) on x = m / s."""
 
-    scale: Any = dataclasses.field(default_factory=E8M8Scale)
+    scale: AbsmaxScale = dataclasses.field(default_factory=E8M8Scale)
     bits: int = 8
 
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:

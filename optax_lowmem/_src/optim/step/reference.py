@@ -7,7 +7,6 @@ what it does between them, and in the `Layout` of its arrays.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +151,7 @@ def encode_slots(
     seeds: random.Seeds | None,
     layout: Layout,
     measured: Measured | None = None,
-) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Encode the new values of the slots; returns them as stored, and the scales of their codecs.
 
     Without seeds (random bits) codes are rounded to nearest. `measured` is the result of `measure`,

@@ -145,7 +145,7 @@ def aliases(
     plan: LeafPlan, inputs: Sequence[Leaf], outputs: Sequence[Leaf], first: int
 ) -> dict[int, int]:
     """Return `input_output_aliases` for the state, and for the weight if plans `returns_params`."""
-    numbered: list[Any] = []
+    numbered: list[list[Leaf]] = []
     for arrays, start in ((inputs, first), (outputs, 0)):
         leaves, structure = jax.tree.flatten(list(arrays))
         numbered.append(jax.tree.unflatten(structure, range(start, start + len(leaves))))

@@ -42,7 +42,7 @@ def _tuned() -> dict[str, Any]:
     return json.loads(text)
 
 
-def parse(line: Mapping[str, Any]) -> Tuning:
+def parse(line: Mapping[str, int]) -> Tuning:
     """Parse an entry of tuned.json."""
     return Tuning(Tile(line["tile_elements"], line["warps"]), line["leaves"], line["elements"])
 
