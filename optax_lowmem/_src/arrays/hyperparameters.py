@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.arrays.compiled import compiled
@@ -111,6 +110,11 @@ def complement(name: str, decay: float | jax.Array) -> jax.Array:
     return 1 - as_f32(name, decay)
 
 
+def following(count: jax.Array) -> jax.Array:
+    """Return count + 1, without overflow: the largest integer stays as it is."""
+    return jnp.maximum(count + 1, count)
+
+
 def bias_correction(name: str, decay: float | jax.Array, step: jax.Array) -> jax.Array:
     """1 - decay^step, without the cancellation of that expression (6e-5 at step 1 in f32)."""
     if isinstance(decay, int | float):
@@ -198,7 +202,7 @@ def decay_at(
 ) -> Decay:
     """Evaluate a decay (see `check_decay`) at the step after `count` steps."""
     if not callable(decay):
-        after = bias_correction(name, decay, optax.safe_increment(count))
+        after = bias_correction(name, decay, following(count))
         return Decay(as_f32(name, decay), complement(name, decay), after)
     one = jnp.float32(1)
     if isinstance(decay, PowerDecay):

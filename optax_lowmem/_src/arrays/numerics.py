@@ -78,6 +78,18 @@ def canonical_nan(bits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(from_bits(bits)), jnp.uint32(NAN_BITS), bits)
 
 
+def at_most(bits: jax.Array, limit: int) -> jax.Array:
+    """Return min(bits, limit) of uint32 bits under 2^31, by the integers that Mosaic compares."""
+    signed = lax.bitcast_convert_type(bits, jnp.int32)
+    return lax.bitcast_convert_type(jnp.minimum(signed, limit), jnp.uint32)
+
+
+def at_least(bits: jax.Array, limit: int) -> jax.Array:
+    """Return max(bits, limit); see `at_most`."""
+    signed = lax.bitcast_convert_type(bits, jnp.int32)
+    return lax.bitcast_convert_type(jnp.maximum(signed, limit), jnp.uint32)
+
+
 def magnitude_bits(x: jax.Array, signed: bool = True) -> jax.Array:
     """Return the int32 bits of |x|, ordered like |x|, with every NaN above every number."""
     bits = lax.bitcast_convert_type(x, jnp.int32)

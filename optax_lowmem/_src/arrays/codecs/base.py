@@ -24,9 +24,7 @@ _MAX_BITS = (126 + 127) << 23
 
 def guard(bits: jax.Array) -> jax.Array:
     """Guard scale bits: subnormal -> 0, over 2^126 -> 2^126 (codes saturate), inf or NaN -> NaN."""
-    # a minimum of int32, which Mosaic has; the bits are under 2^31
-    signed = lax.bitcast_convert_type(bits, jnp.int32)
-    clamped = lax.bitcast_convert_type(jnp.minimum(signed, _MAX_BITS), jnp.uint32)
+    clamped = numerics.at_most(bits, _MAX_BITS)
     kept = jnp.where(bits < numerics.MIN_NORMAL_BITS, jnp.uint32(0), clamped)
     return jnp.where(bits >= numerics.INF_BITS, jnp.uint32(numerics.NAN_BITS), kept)
 

@@ -137,10 +137,8 @@ class ExpandedCodec(GroupCodec):
         # the bits of the smallest nonzero magnitude, or of 0 if there is none
         smallest = lax.bitcast_convert_type(order, jnp.uint32) - jnp.uint32(_ORDER_SHIFT)
         deep = (absmax - smallest).astype(jnp.int32) > jnp.int32(_DEEP << 23)
-        signed = lax.bitcast_convert_type(absmax, jnp.int32)  # whose maximum Mosaic has
-        some = jnp.maximum(signed, numerics.MIN_NORMAL_BITS)
-        some = lax.bitcast_convert_type(some, jnp.float32)
-        inverse = numerics.quotient(jnp.float32(1), some)
+        some = numerics.at_least(absmax, numerics.MIN_NORMAL_BITS)
+        inverse = numerics.quotient(jnp.float32(1), numerics.from_bits(some))
         inverse = jnp.where(deep, inverse * jnp.float32(2.0**_SHIFT), inverse)
         shift = jnp.where(deep, jnp.float32(_SHIFT), jnp.float32(0))
         octaves = shift - numerics.log2(numerics.from_bits(smallest) * inverse)

@@ -22,6 +22,7 @@ from optax_lowmem._src.arrays.hyperparameters import (
     check_range,
     complement,
     decay_at,
+    following,
     is_zero,
 )
 from optax_lowmem._src.arrays.typing import Arrays, PyTree, Scalar, ScalarOrSchedule
@@ -116,7 +117,7 @@ def _hyperparameters_at(
     nesterov: bool,
     count: jax.Array,
 ) -> Arrays:
-    step = optax.safe_increment(count)
+    step = following(count)
     beta1, one_minus_b1 = as_f32("b1", b1), complement("b1", b1)
     decay2 = decay_at("b2", b2, count)
     nu_bias_correction = 1 / decay2.correction
@@ -131,7 +132,7 @@ def _hyperparameters_at(
     }
     root_scale = jnp.float32(1)
     if nesterov:  # Dozat: the next step's momentum, with its own debiasing
-        h["mu_bias_correction"] = beta1 / bias_correction("b1", b1, optax.safe_increment(step))
+        h["mu_bias_correction"] = beta1 / bias_correction("b1", b1, following(step))
         h["g_scale"] = one_minus_b1 * mu_bias_correction
     else:  # divide the denominator by mu's debiasing instead, which costs nothing
         root_scale = 1 / mu_bias_correction

@@ -20,6 +20,7 @@ from optax_lowmem._src.arrays.hyperparameters import (
     check_choice,
     check_range,
     complement,
+    following,
     is_zero,
 )
 from optax_lowmem._src.arrays.typing import Arrays, PyTree, Scalar, ScalarOrSchedule
@@ -174,12 +175,11 @@ def _hyperparameters_at(
     adam_weight_decay: Scalar | None,
     count: jax.Array,
 ) -> Arrays:
-    step = optax.safe_increment(count)
+    step = following(count)
     beta_now, one_minus = as_f32("beta", beta), complement("beta", beta)
     h = {"beta": beta_now, "one_minus_beta": one_minus, "eps": as_f32("eps", eps)}
     if nesterov:  # the next step's momentum, debiased for that step
-        after = bias_correction("beta", beta, optax.safe_increment(step))
-        h["mu_bias_correction"] = beta_now / after
+        h["mu_bias_correction"] = beta_now / bias_correction("beta", beta, following(step))
         h["g_scale"] = one_minus / bias_correction("beta", beta, step)
     else:
         h["mu_bias_correction"] = 1 / bias_correction("beta", beta, step)
