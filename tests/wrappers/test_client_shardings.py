@@ -300,7 +300,7 @@ def test_big_vision():
 
 def test_specs_of_a_partitioned_tree():
     """As of equinox.partition: None where there is no array, in parameters and specs."""
-    params = {"w": jnp.ones((64, 128), jnp.bfloat16), "activation": None}
+    params = {"w": jnp.ones((64, 128)), "activation": None}
     specs = {"w": P("fsdp"), "activation": None}
     shardings = state_shardings(made(), params, specs, mesh=mesh(fsdp=8))
     assert shardings.mu["w"].spec == P("fsdp", None)

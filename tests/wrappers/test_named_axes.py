@@ -295,8 +295,8 @@ def test_map_params():
 
 
 def test_state_shardings():
-    tx, mesh, weights = made(), MESH(), params_of(jnp.bfloat16)
-    params = jax.device_put(weights, shardings(weights, mesh))
+    tx, mesh = made(), MESH()
+    params = jax.device_put(params_of(), shardings(params_of(), mesh))
     found = state_shardings(tx, params)
     state = jax.jit(tx.init, out_shardings=found)(params)
     assert state.mu_scale["up"].array.sharding.spec == P("data", None)

@@ -70,7 +70,7 @@ def state_shardings(
         dimension; for a parameter of unknown sharding.
 
     Warns:
-      UserWarning: if f32 parameters are sharded that `lowmem.init` would store in bf16. A
+      UserWarning: for shapes in f32 of sharded parameters that `lowmem.init` would store in bf16. A
         transformation with `Storage(master_weight_bits=None)` keeps no corrections: no warning.
 
     Example:
@@ -116,9 +116,14 @@ def state_shardings(
 def _warn_of_f32(
     tx: optax.GradientTransformation, params: optax.Params, sharded: list[str]
 ) -> None:
-    """Warn if all parameters are f32 and `lowmem.init` would make corrections for sharded ones."""
-    floats = [p for p in jax.tree.leaves(params) if jnp.issubdtype(p.dtype, jnp.floating)]
-    if not sharded or any(p.dtype != jnp.float32 for p in floats):
+    """Warn of f32 shapes, if `lowmem.init` would make corrections for sharded ones.
+
+    Arrays in f32 exist, and are what the optimizer gets.
+    """
+    leaves = jax.tree.leaves(params)
+    abstract = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    if not sharded or not abstract or any(leaf.dtype != jnp.float32 for leaf in floats):
         return
     _, decisions = context.dry_run(tx, jax.eval_shape(_in_bf16, params))
     split = [d.path for d in decisions if d.slot == "correction" and d.form and d.path in sharded]
