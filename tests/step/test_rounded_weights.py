@@ -90,7 +90,7 @@ def test_who_rounds():
     tx = lowmem.flash_adamw(1e-3, storage=STORAGE)
     params = {"w": jnp.ones(SHAPE, BF16), "f32": jnp.ones(SHAPE)}
     plans = {plan.path: plan for plan in tx.engine.plans(params)}
-    assert plans["w"].rounds and not plans["f32"].rounds
+    assert plans["w"].weight_format and not plans["f32"].weight_format
     said = {d.path: d for d in lowmem.explain(tx, params).decisions if d.slot == "correction"}
     assert "rounded, stochastically" in said["w"].reason and said["w"].form is None
     assert lowmem.memory.report(tx, params).by_slot["correction"] <= 2 * len(params)
