@@ -56,7 +56,6 @@ except KeyboardInterrupt:
 _MOST_SKIPPED = 10  # steps in succession
 _LEAST_COPIED = 2**16  # bytes of an array of a frozen layer that is kept in host memory
 _SAVE_SECONDS = 600.0  # between checkpoints, without --save-every
-_LESS = "a shorter --sequence, --release, or --lora q_proj,v_proj (the least)"
 say = partial(print, flush=True)
 parse_arguments = partial(arguments.parse_arguments, __doc__)
 
@@ -153,6 +152,18 @@ def compile_step(setup: Setup, micro_batches: int) -> Any:
     return step
 
 
+def fewer_bytes(args: argparse.Namespace) -> str:
+    """Return what needs less memory than the flags of a run, for display."""
+    less = ["a shorter --sequence"]
+    if args.lora:
+        less += [] if args.base else ["--base nf4"]
+        less += [] if args.offload or jax.default_backend() == "cpu" else ["--offload weights"]
+    else:
+        less += [] if args.release else ["--release"]
+        less += ["--lora q_proj,v_proj"]
+    return " or ".join([", ".join(less[:-1]), less[-1]] if less[1:] else less)
+
+
 def fit(setup: Setup, rows: int | None) -> tuple[int, Any]:
     """Return the number of micro-batches and the compiled step.
 
@@ -169,7 +180,7 @@ def fit(setup: Setup, rows: int | None) -> tuple[int, Any]:
     if number is None:
         raise ValueError(
             f"--batch {batch} --micro-batch {batch // numbers[-1]} needs {size / memory.GIB:.2f} "
-            f"GiB, and {limit / memory.GIB:.2f} GiB may be used. These need less: {_LESS}"
+            f"GiB, and {memory.room(args.budget, limit)}. These need less: {fewer_bytes(args)}"
         )
     return number, step
 
@@ -315,8 +326,9 @@ def prepare(args: argparse.Namespace) -> Run:
             "`hf download NAME --local-dir FOLDER`"
         )
     first, of_run = output.begin(args)
-    if args.resume and not first:
-        say(f"no checkpoint in {args.out}: the run begins at step 0")
+    if args.resume:
+        none = f"no checkpoint in {args.out}: the run begins at step 0"
+        say(f"the run goes on from the checkpoint of step {first}" if first else none)
     shape = huggingface.read_shape(args.model, say)
     texts = Texts(args.model, shape.vocab)
     rows, held_out = read_rows(args, texts)
@@ -464,7 +476,7 @@ def main(arguments: list[str] | None = None) -> Run:
         print(f"out of memory: {message}", file=sys.stderr)
         rows = args.batch // run.micro_batches if run else args.micro_batch or args.batch
         fewer = f"--micro-batch {rows // 2} instead of {rows}, " if rows > 1 else ""
-        print(f"These need less: {fewer}{_LESS}", file=sys.stderr)
+        print(f"These need less: {fewer}{fewer_bytes(args)}", file=sys.stderr)
         raise SystemExit(OUT_OF_MEMORY) from None
     return run
 

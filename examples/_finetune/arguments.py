@@ -76,8 +76,8 @@ def parse_arguments(description: str, arguments: list[str] | None = None) -> arg
         help="update each layer inside the backward pass, for less memory")  # fmt: skip
     add("--offload", nargs="?", choices=(STATE, WEIGHTS), const=STATE,
         help="--release with the optimizer's state in host memory (the default if no value is "
-        "given), or weights and state, copied layer by layer, and micro-batches of one "
-        "row; with --lora, the frozen weights alone")  # fmt: skip
+        "given), or weights and state, copied layer by layer; micro-batches of one row, "
+        "unless --micro-batch is given; with --lora, the frozen weights alone")  # fmt: skip
     add("--lora", type=checked(plan.lora_names), metavar="NAMES",
         help="train adapters of these matrices: q_proj,v_proj or all-linear")  # fmt: skip
     add("--rank", type=positive, default=16, help="of adapters (16)")

@@ -34,6 +34,15 @@ def limit_bytes(budget: str | None) -> int:
     return int(0.95 * limit) if given is None else min(int(plan.USABLE * given), limit)
 
 
+def room(budget: str | None, limit: int) -> str:
+    """Return a clause that says how much a step may use."""
+    gib = f"{limit / GIB:.2f} GiB"
+    if budget is None:
+        return f"{gib} may be used"
+    beside = "what the process has" if jax.default_backend() == "cpu" else "gaps between arrays"
+    return f"{gib} of --budget {budget} are left beside {beside}"
+
+
 def step_that_fits(
     compile_step: Callable[[int], Any], numbers: list[int], limit: int
 ) -> tuple[int | None, Any, int]:

@@ -48,6 +48,7 @@ SLOTS: dict[tuple[str, str], SlotFacts] = {
     ("ScaleByAdanState", "n"): _SECOND,
     ("ScaleByAdanState", "g"): SlotFacts(signed=True),
     ("ScaleByRssState", "sum_of_squares"): SlotFacts(signed=False, moment=2),
+    ("FactoredState", "v"): _SECOND,  # of parameters that are not factored; otherwise one element
     ("TraceState", "trace"): _FIRST,
     ("EmaState", "ema"): _FIRST,
 }
