@@ -33,7 +33,7 @@ def test_gradients_and_parameters_in_each_others_place(make):
     params, state = lowmem.init(tx, PARAMS)
     message = r"'bias' is bfloat16 and the weight float32.*each other's place.*Call tx\.update"
     if make in (SPLIT["chain"], SPLIT["into bfloat16"]):  # which hand on f32 gradients
-        message = r"weight 'bias' is float32, .* in each other's place, call tx\.update"
+        message = r"weight 'bias' is float32, .* in each other's place: call tx\.update"
     with pytest.raises(ValueError, match=message):
         tx.update(params, state, GRADS)
     with pytest.raises(ValueError, match=message):
