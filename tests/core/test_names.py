@@ -58,7 +58,7 @@ def test_keys_with_separators_that_collide_with_nothing(tmp_path):
     """Haiku's names: saved and restored, and their random keys are of the joined name."""
     tree = {"mlp/~/linear": {"w": leaf(0.1)}, "mlp/~/norm.1": {"w": leaf(0.3)}}
     assert [name for name, _ in trees.named_leaves(tree)] == ["mlp/~/linear/w", "mlp/~/norm.1/w"]
-    assert random.name_of("mlp/~/linear/w") == np.uint32(0x08E73DD3)
+    assert random.path_hash("mlp/~/linear/w") == np.uint32(0x08E73DD3)
     weights, state = lowmem.init(TX, tree)
     checkpoint.save(tmp_path, TX, weights, state, 1)
     assert_same_bits(checkpoint.restore(tmp_path, TX, weights), (weights, state))

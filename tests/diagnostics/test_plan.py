@@ -85,6 +85,21 @@ def test_parts_of_a_plan():
     }
 
 
+def test_largest_layer_includes_its_state():
+    """A bf16 layer with smaller weights than an f32 layer has more bytes: it has a correction."""
+    params = {
+        "wide": {"w": jax.ShapeDtypeStruct((3, 64, 96), jnp.float32)},
+        "narrow": {"w": jax.ShapeDtypeStruct((3, 64, 160), jnp.bfloat16)},
+    }
+    (mode,) = memory.plan(
+        TX, params, stacks=tuple(params), modes=("release",), budget=2**30,
+        activations=lambda batch: 0,
+    ).modes  # fmt: skip
+    report, size = memory.report(TX, params), 64 * 160 * 2
+    layer_state = sum(report.by_leaf["narrow/w"].values()) // 3 - size
+    assert mode.peak(1)[1:3] == (report.state_bytes + layer_state, size)
+
+
 def test_frozen_weights_on_the_host():
     """Sums by hand: adapters stay on the device, with a copy of one layer's state."""
     adapters = {"layers": {"a": jax.ShapeDtypeStruct((3, 256, 8), jnp.bfloat16)}}

@@ -12,7 +12,7 @@ import optax_lowmem as lowmem
 from optax_lowmem._src.arrays.block import Factors
 from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.optim.blocks import block_means, block_means_kernel
-from optax_lowmem._src.optim.blocks.block_means import has_columns, passes
+from optax_lowmem._src.optim.blocks.block_means import passes, sums_columns
 from optax_lowmem.blocks import Block
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.tiers import rows, triton_often
@@ -123,10 +123,12 @@ def test_not_finite(bad, backend):
 
 
 def test_rows_of_memory_are_left_to_xla():
-    assert not has_columns(Block((1,)), (32_000, 512))
-    assert not has_columns(Block((0,)), (512,))
-    assert not has_columns(Block(), (64, 64))
-    assert has_columns(Block((0, 1)), (64, 64))
+    assert not sums_columns(Block((1,)), (32_000, 512))
+    assert not sums_columns(Block((0,)), (512,))
+    assert not sums_columns(Block(), (64, 64))
+    assert not sums_columns(Block((1,), heads=(0, 4)), (64, 64))
+    assert sums_columns(Block((0, 1)), (64, 64))
+    assert sums_columns(Block(heads=(0, 4)), (64, 64))
 
 
 def means(blocks, gradients, implementation=None):

@@ -3,7 +3,8 @@
 Flax shards an array of the state by the names in its metadata (Linen's `Partitioned`, NNX's
 `Variable`), Levanter by the names of its axes (haliax's `NamedArray`); neither checks its shape.
 `jax.tree.map` over the parameters copies their metadata to the state, where they do not fit arrays
-of other shapes, such as scales and 0-d placeholders: `like` adjusts the names.
+of other shapes, such as scales and 0-d placeholders: `with_metadata_of` adjusts
+the names.
 """
 
 import dataclasses
@@ -72,21 +73,13 @@ def unboxed(tree: optax.Params) -> optax.Params:
     return jax.tree.map(content, tree, is_leaf=is_box)
 
 
-def like(
+def with_metadata_of(
     reference: optax.Params, arrays: Iterable[object], before: optax.Params | None = None
 ) -> optax.Params:
     """Return a tree with the structure of `reference` and metadata that fit the new arrays.
 
-    In a Linen box an axis keeps its name if the array and the parameter have the same size there,
-    or if every number of shards that divides the parameter also divides the array, as for groups of
-    a long enough axis. (Numbers of shards are powers of two up to 64, or to the number of devices,
-    times odd numbers.) Otherwise the name is None. `NamedArray` of haliax and `Variable` of NNX
-    follow this rule if no mesh is known. With a mesh (of `jax.set_mesh`, or of the variable) a
-    `NamedArray` keeps a name if all products of mesh axes that divide the parameter divide the
-    array, and a `Variable` if the mesh axes of its sharding do. In haliax the other axes are called
-    "<name>_groups", which no mapping of names shards. A 0-d placeholder has no names.
-
-    `before` is the tree of the previous step; its metadata, part of a state's type, are kept.
+    `before` is the same tree of the previous state. If it has metadata, the result has the same,
+    since metadata are part of a tree's structure, which a step must not change.
     """
     arrays, nodes = list(arrays), jax.tree.leaves(reference, is_leaf=has_metadata)
     if not any(map(has_metadata, nodes)):
@@ -106,7 +99,17 @@ def has_metadata(node: object) -> bool:
 
 
 def _fitted(node: PyTree, rest: Iterable[PyTree]) -> PyTree:
-    """Rebuild a node from the next arrays; adjust its metadata if it holds one array."""
+    """Rebuild a node from the next arrays; adjust its metadata if it holds one array.
+
+    In a Linen box an axis keeps its name if the array and the parameter have the same size there,
+    or if every number of shards that divides the parameter also divides the array, as for groups of
+    a long enough axis. (Numbers of shards are powers of two up to 64, or to the number of devices,
+    times odd numbers.) Otherwise the name is None. `NamedArray` of haliax and `Variable` of NNX
+    follow this rule if no mesh is known. With a mesh (of `jax.set_mesh`, or of the variable) a
+    `NamedArray` keeps a name if all products of mesh axes that divide the parameter divide the
+    array, and a `Variable` if the mesh axes of its sharding do. In haliax the other axes are called
+    "<name>_groups", which no mapping of names shards. A 0-d placeholder has no names.
+    """
     leaves, treedef = jax.tree.flatten(node)
     arrays = list(itertools.islice(rest, len(leaves)))
     described = has_metadata(node) and len(leaves) == 1 and hasattr(arrays[0], "shape")

@@ -183,10 +183,10 @@ class RunAhead:
     def __init__(self) -> None:
         self._stages: collections.deque[PyTree] = collections.deque()
 
-    def add(self, results: PyTree, consumed: PyTree = ()) -> None:
+    def dispatched(self, results: PyTree, consumed: PyTree = ()) -> None:
         """Wait for the stage before the one that was just dispatched, then delete its `consumed`.
 
-        `results` are arrays that the new stage makes, and that no other takes the place of.
+        `results` are arrays of the new stage that are not donated to a later stage.
         """
         self._stages.append((results, consumed))
         if len(self._stages) == AHEAD:

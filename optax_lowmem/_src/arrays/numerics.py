@@ -140,8 +140,11 @@ def round_to_int(x: jax.Array) -> jax.Array:
 
 
 def uniform(bits: jax.Array) -> jax.Array:
-    """Return f32 in [0, 1) from uint32 bits; a GPU kernel rounds all 32 bits, and may return 1."""
-    if in_gpu_kernel():
+    """Return f32 in [0, 1) from uint32 bits; in a GPU kernel in [0, 1].
+
+    Stochastic rounding allows a 1: it rounds up if u < p, and p < 1.
+    """
+    if in_gpu_kernel():  # without the shift: the conversion rounds all 32 bits
         return bits.astype(jnp.float32) * jnp.float32(2.0**-32)
     return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
 

@@ -34,22 +34,23 @@ def mix(x: jax.Array, tweak: jax.Array | None = None) -> jax.Array:
 
 def leaf_key(seed: jax.Array, step: jax.Array, path: str) -> jax.Array:
     """Return one uint32 key for a leaf at a step."""
-    return named_key(seed, step, name_of(path))
+    return key_of_hash(seed, step, path_hash(path))
 
 
-def name_of(path: str) -> np.uint32:
+def path_hash(path: str) -> np.uint32:
     """Return the hash of a leaf's path, from which its keys are derived."""
     return np.uint32(zlib.crc32(path.encode()))
 
 
 def leaf_keys(seed: jax.Array, step: jax.Array, paths: Sequence[str]) -> jax.Array:
     """Return `leaf_key` of each path, uint32 [paths]."""
-    return named_key(seed, step, np.asarray(list(map(name_of, paths)), np.uint32))
+    return key_of_hash(seed, step, np.asarray(list(map(path_hash, paths)), np.uint32))
 
 
-def named_key(seed: jax.Array, step: jax.Array, names: np.ndarray | np.uint32) -> jax.Array:
-    """Return `leaf_key`, or `leaf_keys`, from hashes by `name_of`."""
-    hashed = jnp.asarray(names)
+def key_of_hash(seed: jax.Array, step: jax.Array, hashes: np.ndarray | np.uint32) -> jax.Array:
+    """Return `leaf_key`, or `leaf_keys`, from hashes by `path_hash`."""
+    hashed = jnp.asarray(hashes)
+    # hashed once, two leaves could have the same keys at all steps, a few steps apart
     return mix(mix(mix(seed.astype(jnp.uint32) ^ hashed) + step.astype(jnp.uint32)) ^ hashed)
 
 

@@ -246,7 +246,8 @@ def is_named_tuple(node: object) -> TypeGuard[NamedTuple]:
 def is_ours(node: object) -> TypeGuard[NamedTuple]:
     """Return whether a node is a state of this library or of one of its optimizers.
 
-    A user's rule may define the latter's class; its fields count and seed identify it.
+    The class of the state of a user's own rule is outside this package: fields count and seed tell
+    it.
     """
     if not is_named_tuple(node):
         return False

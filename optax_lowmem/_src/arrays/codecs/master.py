@@ -139,7 +139,10 @@ class BitSplit(MasterSplit):
         return lax.bitcast_convert_type(weight, jnp.bfloat16), correction
 
     def join(self, p: jax.Array, correction: jax.Array) -> jax.Array:
-        """Return the f32 with bits (p << k) + c; c < 0 with p = 0 (a user's edit) counts as 0."""
+        """Return the f32 with bits (p << k) + c.
+
+        c < 0 with p = 0 (a user's edit) counts as 0: 0 + (-1) would be 0xFFFFFFFF, a NaN.
+        """
         weight, c = _bf16_bits(p), correction.astype(jnp.int32)
         c = jnp.where((weight & 0x7FFF) == 0, jnp.maximum(c, 0), c)
         joined = (weight << self.width) + c.astype(jnp.uint32)

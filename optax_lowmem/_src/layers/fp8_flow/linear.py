@@ -202,14 +202,20 @@ def apply_layer(
     absmax: jax.Array | None,
     codes: QuantizedKernel | None,
 ) -> jax.Array:
-    """Apply `linear` with the options of a Flax layer, and add the bias."""
+    """Apply `linear` with the options of a Flax layer, and add the bias.
+
+    `layer.keep` is for inputs that are arrays; a `Coded` is always kept as its codes.
+    """
     y = linear(
         x, kernel, kernel_absmax=absmax, kernel_codes=codes, recipe=layer.recipe,
         keep="codes" if isinstance(x, Coded) else layer.keep, precision=layer.precision,
     )  # fmt: skip
     if getattr(layer, "preferred_element_type", None) is not None:
         y = y.astype(layer.preferred_element_type)
-    return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+    if bias is None:
+        return y
+    # in y's rank, for `jax.numpy_rank_promotion("raise")`
+    return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 
 # ---- products in the dtype of the inputs ---------------------------------------------------------

@@ -99,7 +99,7 @@ def codes_of(x: jax.Array, absmax: jax.Array, to: Format, clip: bool = False) ->
     x = numerics.widen(x)
     if clip:
         x = jnp.clip(x, -absmax, absmax)
-    scaled = x * (jnp.float32(to.largest) / _with_reciprocal(absmax, to))
+    scaled = x * (jnp.float32(to.largest) / _limited_absmax(absmax, to))
     if to.integer:
         return numerics.low_byte(numerics.round_to_int(scaled), to.dtype)
     return scaled.astype(to.dtype)
@@ -107,13 +107,14 @@ def codes_of(x: jax.Array, absmax: jax.Array, to: Format, clip: bool = False) ->
 
 def scales_of(absmax: jax.Array, to: Format) -> jax.Array:
     """Return the scales: the values that a code of 1 represents."""
-    return _with_reciprocal(absmax, to) * jnp.float32(1 / to.largest)
+    return _limited_absmax(absmax, to) * jnp.float32(1 / to.largest)
 
 
-def _with_reciprocal(absmax: jax.Array, to: Format) -> jax.Array:
-    """Return maxima limited so that `largest / maximum` is normal; some codes then reach 4, not 1.
+def _limited_absmax(absmax: jax.Array, to: Format) -> jax.Array:
+    """Return maxima of at most 2^126 `largest`, so that `largest / maximum` is not subnormal.
 
-    The limit only matters for formats with `largest` < 4, as of `at_unit`.
+    The limit only matters for formats with `largest` < 4, as of `at_unit`: their codes of values
+    near 2^128, which f32 cannot exceed, reach 4 instead of 1.
     """
     most = to.largest * 2.0**126
     return absmax if most >= 2.0**128 else jnp.minimum(absmax, jnp.float32(most))

@@ -43,10 +43,14 @@ def read_once(block: Block, shape: tuple[int, ...]) -> bool:
     return block.fit(shape).axes[1] == len(shape) - 1 and (between == 1 or row % tile == 0)
 
 
-def has_columns(block: Block, shape: tuple[int, ...]) -> bool:
-    """Return whether a block averages over an axis other than the last, contiguous one."""
-    axes = block.fit(shape).axes
-    return bool(axes) and axes[0] < len(shape) - 1
+def sums_columns(block: Block, shape: tuple[int, ...]) -> bool:
+    """Return whether `Block.mean` first averages over an axis that is not the last, contiguous one.
+
+    It averages over `axes` in order, then within heads.
+    """
+    fitted = block.fit(shape)
+    order = (*fitted.axes, *(fitted.heads or ())[:1])
+    return bool(order) and order[0] < len(shape) - 1
 
 
 # ---- the choice of the implementation ------------------------------------------------------------
@@ -73,8 +77,8 @@ def unsupported(block: Block, g: jax.Array, implementation: str | None = None) -
         return "there is nothing to average"
     if g.size > MAX_ELEMENTS:
         return f"{g.size} elements: more than 32-bit offsets reach"
-    if g.size >= _SMALL and not has_columns(block, g.shape):
-        return "its blocks are contiguous in memory, and XLA sums them in one launch"
+    if g.size >= _SMALL and not sums_columns(block, g.shape):
+        return "its rows are contiguous in memory, and XLA sums them in one launch"
     return None
 
 

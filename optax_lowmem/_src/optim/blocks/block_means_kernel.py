@@ -25,7 +25,8 @@ from optax_lowmem._src.kernels.gpu_kernel import Index, Operand, Program, Range
 # ---- the launches that sum a leaf's columns, one axis after the other, and their tiles -----------
 
 TILE = 8192  # elements of a program: 64 for each of 128 threads
-_ROWS, _ROWS_OF_PARTS = 64, 256  # of a tile at least, where columns are many; of sums of parts
+_ROWS = 64  # rows of a tile; more if a tile with all columns has room for them
+_MOST_PARTS = 256  # up to this many sums of parts are added in one tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Columns:
     @property
     def tile_rows(self) -> int:
         """Number of rows of a tile, a power of two: all of them if they fit in a tile."""
-        narrow = TILE // next_power_of_two(self.width)
+        of_all_columns = TILE // next_power_of_two(self.width)
         rows = next_power_of_two(self.rows)
-        most = max(narrow, _ROWS if self.begins else _ROWS_OF_PARTS)
-        return rows if rows <= most else max(narrow, _ROWS)
+        most = max(of_all_columns, _ROWS if self.begins else _MOST_PARTS)
+        return rows if rows <= most else max(of_all_columns, _ROWS)
 
     @property
     def tile_width(self) -> int:
@@ -111,7 +112,7 @@ class Sides:
     def tile_parts(self) -> int:
         """Number of partial sums that a tile adds up, a power of two."""
         parts = next_power_of_two(self.partial_sums)
-        return parts if parts <= _ROWS_OF_PARTS else _ROWS
+        return parts if parts <= _MOST_PARTS else _ROWS
 
     @property
     def tile_width(self) -> int:

@@ -294,9 +294,9 @@ def _fused_key_heads(leaf: ModuleLeaf, leaves: Leaves, heads: int) -> int | None
     """
     width, out = width_of(leaf, leaves), beside(leaf, OUT, leaves)
     if out is not None and len(out.inner_shape) == 2:
-        queries = sum(out.inner_shape) - width_of(out, leaves)
+        queries = _inputs_of(out, leaves)
     else:
-        queries = sum(leaf.inner_shape) - width
+        queries = _inputs_of(leaf, leaves)
         if width != 3 * queries:
             return None
     _check_divides(leaf, queries, heads, "heads")
@@ -408,6 +408,11 @@ def output_axis(leaf: ModuleLeaf, leaves: Leaves) -> int:
 def width_of(leaf: ModuleLeaf, leaves: Leaves) -> int:
     """Return the number of outputs of one layer's matrix."""
     return leaf.inner_shape[output_axis(leaf, leaves)]
+
+
+def _inputs_of(leaf: ModuleLeaf, leaves: Leaves) -> int:
+    """Return the number of inputs of one layer's matrix."""
+    return leaf.inner_shape[1 - output_axis(leaf, leaves)]
 
 
 def whole(leaf: ModuleLeaf, reason: str) -> Block:

@@ -246,7 +246,7 @@ def _step_streamed(rule: UpdateRule, batch: LeafBatch) -> Stepped:
     for before, one in zip(batches, host.ahead(batches, bring), strict=True):
         (leaf,), blockwise = compiled(_step_leaves)(rule, one)
         states = host.put_back((leaf.state, blockwise), (before.leaves[0].state, before.blockwise))
-        running.add((leaf.p, states))
+        running.dispatched((leaf.p, states))
         stepped.append(([states[0]._replace(p=leaf.p)], states[1]))
     return _joined(stepped)
 

@@ -269,7 +269,7 @@ class StateFormat:
     ) -> optax.OptState:
         """Build a state, with trees like the parameters, from the arrays of each field."""
         fields = {
-            name: array_metadata.like(params, arrays, getattr(before, name, None))
+            name: array_metadata.with_metadata_of(params, arrays, getattr(before, name, None))
             for name, arrays in columns.items()
         }
         return self.rule.state_type(count=count, seed=seed, **{"correction": None, **fields})

@@ -113,7 +113,7 @@ def _shaped(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding | None
 def _encoded(
     codec: GroupCodec,
     slot: str,
-    name: np.ndarray | np.uint32,
+    path_hash: np.ndarray | np.uint32,
     leaf: jax.Array,
     stochastic: bool,
     flattened: bool,
@@ -122,7 +122,7 @@ def _encoded(
     count: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Encode a leaf of a slot, `flattened` if its codec groups it as one vector."""
-    key = random.named_key(seed, count, name) if stochastic else None
+    key = random.key_of_hash(seed, count, path_hash) if stochastic else None
     values = _shaped(leaf, (leaf.size,), None) if flattened else leaf
     codes, scales = group_codec.encode(codec, values, group_size, key, _DRAWN_AS.get(slot, slot))
     return _shaped(codes, leaf.shape, sharding_of(leaf)) if flattened else codes, scales
@@ -339,7 +339,7 @@ class Compressor:
                 if compressed:
                     weight = role.leaf.shape if role else leaf.shape
                     how = self._stochastic(slot), slot.flattened(leaf.shape, weight)
-                    rows.append((slot.codec, slot.name, random.name_of(path), leaf, *how))
+                    rows.append((slot.codec, slot.name, random.path_hash(path), leaf, *how))
         encoded = iter(each(_encoded, rows, self.group_size, seed, count))
         pairs = [
             next(encoded) if leaf is None else (leaf, jnp.asarray(np.zeros((), np.float32)))
@@ -361,7 +361,9 @@ class Compressor:
             stored = list(itertools.islice(rest, len(leaves)))
             codes.append(jax.tree.unflatten(treedef, [code for code, _ in stored]))
             of_slot = [scale for _, scale in stored]
-            scales[slot.scales] = array_metadata.like(slot.tree, of_slot, before.get(slot.scales))
+            scales[slot.scales] = array_metadata.with_metadata_of(
+                slot.tree, of_slot, before.get(slot.scales)
+            )
         return self._with_slots(state, codes), scales
 
     def _decode(self, state: CompressedState, updates: optax.Updates) -> PyTree:

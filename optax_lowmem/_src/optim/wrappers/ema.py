@@ -58,7 +58,7 @@ class _Tracker:
         updates, inner = self.inner.update(updates, state.inner_state, params, **extra)
         new, count = optax.apply_updates(params, updates), optax.safe_increment(state.count)
         rows = zip(
-            [random.name_of(path) for path, _ in trees.named_leaves(params)],
+            [random.path_hash(path) for path, _ in trees.named_leaves(params)],
             jax.tree.leaves(state.ema), jax.tree.leaves(state.ema_correction),
             *kept_weights(new, inner), strict=True,
         )  # fmt: skip
@@ -85,7 +85,7 @@ def _split_one(split: BitSplit, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _averaged(
-    name: np.uint32,
+    path_hash: np.uint32,
     ema: jax.Array,
     kept: jax.Array,
     weight: jax.Array,
@@ -99,7 +99,7 @@ def _averaged(
     old = split.join(ema, kept)
     new = old + complement("decay", decay) * (join_master(weight, correction) - old)
     if split.bits == 24:
-        new = random.round_bits(new, random.named_key(seed, count, name), 8)
+        new = random.round_bits(new, random.key_of_hash(seed, count, path_hash), 8)
     return _split_one(split, new)
 
 

@@ -49,7 +49,7 @@ class _Splitter:
             context.record(split_decision(self.storage, path, dtype, split))
             none = jnp.zeros((), jnp.int8)
             corrections.append(initial_correction(split, path, leaf) if split else none)
-        correction = array_metadata.like(params, corrections)
+        correction = array_metadata.with_metadata_of(params, corrections)
         if splits_masters(self.inner, params):
             raise ValueError(
                 "split_master_weights around an optimizer that splits master weights itself: give "
@@ -100,7 +100,7 @@ class _Splitter:
         for (path, _), (split, *_), (update, _) in zip(named, rows, landed, strict=True):
             if split is not None:
                 context.emit(path, update)
-        correction = array_metadata.like(params, [c for _, c in landed])
+        correction = array_metadata.with_metadata_of(params, [c for _, c in landed])
         updates = jax.tree.unflatten(jax.tree.structure(params), [u for u, _ in landed])
         return updates, SplitState(count, state.seed, correction, inner)
 

@@ -245,8 +245,9 @@ def _handlers(**options: object) -> "ocp.handlers.CheckpointHandlerRegistry":
 def open_manager(path: StrPath, largest: int = 0, **options: object) -> Iterator[Manager]:
     """Open a `CheckpointManager` with these handlers.
 
-    Shards that are compressed and written at the same time have at most 2 GB in each process. The
-    limit is higher if `largest`, the bytes of the largest shard, is not below it.
+    The shards that a process compresses and writes at the same time have at most 2 GB in all, more
+    if `largest`, the bytes of the largest shard, requires it: Orbax raises for a shard that is not
+    smaller than the limit.
     """
     ocp = orbax()
     settings = ocp.CheckpointManagerOptions(**options)

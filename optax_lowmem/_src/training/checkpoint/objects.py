@@ -31,7 +31,7 @@ class Contents:
 
     @property
     def tx(self) -> optax.GradientTransformation:
-        """The optimizer, with `rest` in its state."""
+        """The optimizer with `rest` in its state; only its `init` is called, on shapes."""
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state["rest"])
 
         def init(params: PyTree) -> PyTree:

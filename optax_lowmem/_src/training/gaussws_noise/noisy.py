@@ -80,8 +80,9 @@ class Noisy:
             self._initial_clean(path, trees.with_values(leaf)) if sampled else none
             for (path, leaf), sampled, none in rows
         ]
-        clean = array_metadata.like(params, weights)
-        bits, scale = array_metadata.like(params, ones), array_metadata.like(params, zeros)
+        clean = array_metadata.with_metadata_of(params, weights)
+        bits = array_metadata.with_metadata_of(params, ones)
+        scale = array_metadata.with_metadata_of(params, zeros)
         with context.recording() as decisions:
             inner = self._init_inner(_merged(params, clean, chosen))
         self._record(decisions, leaves, chosen)
@@ -156,7 +157,7 @@ class Noisy:
             if row.sampled:
                 context.report_sampled(row.path, weight)
         return state._replace(
-            scale=array_metadata.like(params, [s for _, s in result], state.scale)
+            scale=array_metadata.with_metadata_of(params, [s for _, s in result], state.scale)
         )
 
     def update(
@@ -224,8 +225,8 @@ class Noisy:
         stepped = zip(rows, jax.tree.leaves(weights), strict=True)
         kept = [w if row.sampled else row.clean for row, w in stepped]
         state = state._replace(
-            clean=array_metadata.like(params, kept, state.clean),
-            scale=array_metadata.like(params, [s for _, s in result], state.scale),
+            clean=array_metadata.with_metadata_of(params, kept, state.clean),
+            scale=array_metadata.with_metadata_of(params, [s for _, s in result], state.scale),
         )
         new = jax.tree.unflatten(jax.tree.structure(params), [w for w, _ in result])
         return new, state
@@ -269,7 +270,7 @@ class Noisy:
         of_bits = run(
             self.noise, span, self.bits_loss, rows, gradients, state.seed, state.count, factor
         )
-        of_bits = array_metadata.like(params, of_bits, state.bits)
+        of_bits = array_metadata.with_metadata_of(params, of_bits, state.bits)
         steps, bits_state = self.bits_optimizer.update(of_bits, state.bits_state, state.bits)
         bits = optax.apply_updates(state.bits, steps)
         return optax.safe_increment(state.count), bits, bits_state

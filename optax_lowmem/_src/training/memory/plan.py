@@ -183,7 +183,7 @@ def plan(
     unknown = set(modes) - set(MODES)
     if unknown:
         raise ValueError(f"modes must be among {', '.join(MODES)}, got {sorted(unknown)}")
-    whole = not isinstance(activations(1), Activations)
+    rest_in_activations = isinstance(activations(1), Activations)
 
     def of_batch(batch: int) -> Activations:
         size = activations(batch)
@@ -198,9 +198,9 @@ def plan(
         STREAM_FROZEN: (base, Copies(base, base, 0)),
     }
     plans = []
-    of_frozen = dict(trees.named_leaves(frozen))
+    leaves, frozen_leaves = (dict(trees.named_leaves(tree)) for tree in (params, frozen))
     for name, fixed in _fixed(
-        of_params, dict(trees.named_leaves(params)), of_frozen, stacks, whole, accumulate
+        of_params, leaves, frozen_leaves, stacks, rest_in_activations, accumulate
     ):
         if name in modes:
             mode = ModePlan(name, fixed, of_batch, *hosts.get(name, ()))
@@ -211,64 +211,82 @@ def plan(
 
 def _fixed(
     of_params: Report,
-    leaves: dict[str, Any],
-    frozen_leaves: dict[str, Any],
+    params: dict[str, Any],
+    frozen_params: dict[str, Any],
     stacks: Sequence[str],
-    whole: bool,
+    rest_in_activations: bool,
     accumulate: bool,
 ) -> Iterator[tuple[str, tuple[Fixed, Fixed, Fixed]]]:
-    """Yield the fixed bytes by mode; `whole`: with the gradients outside the stacks."""
-    layers = {path: Fixed(0, 0, 0) for path in stacks}  # one of each stack
-    stacked, largest = 0, Fixed(0, 0, 0)
-    for path, leaf in leaves.items():
-        size = trees.nbytes(leaf)
-        state = sum(of_params.by_leaf[path].values()) - size
-        stack = next((s for s in stacks if path.startswith(f"{s}/")), None)
-        if stack is None:
-            largest = max(largest, Fixed(size, state, size))
-        else:
-            stacked += size
-            number, layer = leaf.shape[0], layers[stack]
-            one = (size // number, state // number, size // number)
-            layers[stack] = Fixed(*map(sum, zip(layer, one, strict=True)))
-    missing = [path for path, layer in layers.items() if not layer.gradients]
+    """Yield each mode with its bytes at the points of `Activations`: loss, layers and end.
+
+    `rest_in_activations` means that `Activations` has the gradients of leaves outside the stacks.
+    """
+    trained, state = of_params.params_bytes, of_params.state_bytes
+    by_stack, rest = _by_stack(params, of_params, stacks)
+    missing = [path for path, layer in by_stack.items() if not layer.gradients]
     if missing:
         raise ValueError(f"there is no stack '{missing[0]}' in the parameters")
-    frozen = sum(map(trees.nbytes, frozen_leaves.values()))
-    outside = of_params.params_bytes - stacked if whole else 0
-    state, sums = of_params.state_bytes, of_params.params_bytes if accumulate else 0
-    weights = of_params.params_bytes + frozen
-    every = Fixed(weights, state, stacked + outside + sums)
-    yield RESIDENT, (Fixed(weights, state, sums), every, every)
+    frozen = sum(map(trees.nbytes, frozen_params.values()))
+    weights, of_rest = trained + frozen, sum(leaf.gradients for leaf in rest)
+    rest_gradients = 0 if rest_in_activations else of_rest
+    earlier_batches = trained if accumulate else 0  # the sum of their gradients
+    gradients = trained - of_rest + rest_gradients + earlier_batches
+    backward = Fixed(weights, state, gradients)
+    yield RESIDENT, (Fixed(weights, state, earlier_batches), backward, backward)
     if not stacks:
         return
-    layer = max(layers.values())
+
+    layer = max(by_stack.values(), key=sum)
     if not accumulate:
-        # the layer's slices, which the update replaces, are copies
-        at_work = Fixed(weights, state + layer.state, layer.gradients + outside)
-        yield RELEASE, (Fixed(weights, state, 0), at_work, Fixed(weights, state, outside))
-    # gradients of several batches are added in f32; the state of a leaf outside the stacks is
-    # copied in after its gradient, and not beside that of layers
-    flight, wide = _IN_FLIGHT * layer.state, 2 if accumulate else 1
-    of_loss = Fixed(weights, 0, sums and 2 * largest.gradients)
-    # one layer of the stack is a copy
-    at_work = Fixed(weights, flight, (1 + wide) * layer.gradients + outside)
-    yield OFFLOAD, (of_loss, at_work, Fixed(weights, largest.state, outside))
+        # the layer's state, which the update replaces, is a copy
+        in_layer = Fixed(weights, state + layer.state, layer.gradients + rest_gradients)
+        yield RELEASE, (Fixed(weights, state, 0), in_layer, Fixed(weights, state, rest_gradients))
+
+    # the state of a leaf outside the stacks is copied in after its gradient, and not beside that of
+    # layers; gradients of several batches are added in f32: twice the bytes of 16-bit weights
+    rest_leaf = max(rest, key=sum, default=Fixed(0, 0, 0))
+    leaf_sum = 2 * rest_leaf.gradients if accumulate else 0
+    layer_sum = 2 * layer.gradients if accumulate else layer.gradients
+    layer_states = _IN_FLIGHT * layer.state
+    # a copy of the layer's weights counts as gradients, whose size it has
+    in_layer = Fixed(weights, layer_states, layer.weights + layer_sum + rest_gradients)
+    end = Fixed(weights, rest_leaf.state, rest_gradients)
+    yield OFFLOAD, (Fixed(weights, 0, leaf_sum), in_layer, end)
+
     # the last layer arrives while the loss is computed
-    of_loss = of_loss._replace(weights=frozen + largest.weights + layer.weights)
-    at_work = Fixed(frozen + _IN_FLIGHT * layer.weights, flight, wide * layer.gradients + outside)
-    yield STREAM, (of_loss, at_work, Fixed(frozen + largest.weights, largest.state, outside))
-    of_base, largest_frozen = dict.fromkeys(stacks, 0), 0  # a layer of each stack
-    for path, leaf in frozen_leaves.items():
+    loss = Fixed(frozen + rest_leaf.weights + layer.weights, 0, leaf_sum)
+    layer_weights = _IN_FLIGHT * layer.weights
+    in_layer = Fixed(frozen + layer_weights, layer_states, layer_sum + rest_gradients)
+    yield (
+        STREAM,
+        (loss, in_layer, Fixed(frozen + rest_leaf.weights, rest_leaf.state, rest_gradients)),
+    )
+
+    frozen_by_stack, frozen_rest = _by_stack(frozen_params, None, stacks)
+    frozen_layer = max(one.weights for one in frozen_by_stack.values())
+    if frozen_layer:
+        resident = trained + max((one.weights for one in frozen_rest), default=0)
+        loss = Fixed(resident + frozen_layer, state, leaf_sum)
+        in_layer = Fixed(
+            trained + _IN_FLIGHT * frozen_layer, state + layer.state, layer_sum + rest_gradients
+        )
+        # the forward pass begins with the embedding, while two layers arrive
+        begin = Fixed(resident + 2 * frozen_layer, state, 0)
+        yield STREAM_FROZEN, (loss, in_layer, begin)
+
+
+def _by_stack(
+    leaves: dict[str, Any], of_params: Report | None, stacks: Sequence[str]
+) -> tuple[dict[str, Fixed], list[Fixed]]:
+    """Return the bytes of one layer of each stack, and of each leaf outside the stacks."""
+    by_stack, rest = dict.fromkeys(stacks, Fixed(0, 0, 0)), []
+    for path, leaf in leaves.items():
+        size = trees.nbytes(leaf)
+        state = sum(of_params.by_leaf[path].values()) - size if of_params else 0
         stack = next((s for s in stacks if path.startswith(f"{s}/")), None)
         if stack is None:
-            largest_frozen = max(largest_frozen, trees.nbytes(leaf))
+            rest.append(Fixed(size, state, size))
         else:
-            of_base[stack] += trees.nbytes(leaf) // leaf.shape[0]
-    if arriving := max(of_base.values()):
-        trained, grads = of_params.params_bytes, wide * layer.gradients + outside
-        of_loss = Fixed(trained + largest_frozen + arriving, state, of_loss.gradients)
-        at_work = Fixed(trained + _IN_FLIGHT * arriving, state + layer.state, grads)
-        # the forward pass begins with the embedding, while two layers arrive
-        begin = Fixed(of_loss.weights + arriving, state, 0)
-        yield STREAM_FROZEN, (of_loss, at_work, begin)
+            one = size // leaf.shape[0], state // leaf.shape[0], size // leaf.shape[0]
+            by_stack[stack] = Fixed(*map(sum, zip(by_stack[stack], one, strict=True)))
+    return by_stack, rest

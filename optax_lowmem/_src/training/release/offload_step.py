@@ -215,7 +215,7 @@ class Run:
         for key in self.layers:
             weights, read = self.arrived(key, next(coming))
             x = self.programs.forward(key[0], weights, read, x, batch)
-            self.running.add(x)
+            self.running.dispatched(x)
         return self.programs.value(next(coming)[1], x, batch)
 
     def forward(self, batches: list[Any]) -> None:
@@ -224,7 +224,7 @@ class Run:
         _, read = next(coming)
         for batch in batches:
             xs.append(self.programs.first(read, batch))
-            self.running.add(xs[-1])
+            self.running.dispatched(xs[-1])
         self.inputs = [self.put(xs)]
         for path, i in self.layers:
             weights, read = self.arrived((path, i), next(coming))
@@ -232,7 +232,7 @@ class Run:
             for m, batch in enumerate(batches):
                 xs[m] = self.programs.forward(path, weights, read, xs[m], batch)
                 self.inputs[-1].append(self.put(xs[m]))
-                self.running.add(self.inputs[-1][-1])
+                self.running.dispatched(self.inputs[-1][-1])
 
     def backward(
         self,
@@ -276,7 +276,7 @@ class Run:
                 total, dxs[m] = programs.back(
                     path, weights, read, next(inputs), dxs[m], batch, total
                 )
-                self.running.add(dxs[m])
+                self.running.dispatched(dxs[m])
             rest_gradients = programs.add(rest_gradients, total[1]) if rest_gradients else total[1]
             if trained := of_stacks[path].trained_of(weights):
                 use((path, i), total[0], rows, trained)
@@ -314,7 +314,7 @@ class Run:
     def store(self, key: Any, gradients: Any, arrived: Any = None, weights: Any = None) -> None:
         """Add gradients to their sum over micro-batches, and keep it in the memory of the state."""
         self.sums[key] = self.put(self.complete(key, gradients))
-        self.leaving.add(self.sums[key])
+        self.leaving.dispatched(self.sums[key])
 
     def update(self, key: Any, gradients: Any, arrived: Any = None, weights: Any = None) -> None:
         """Update the weights and the state of a stage, and copy them to where they were."""
@@ -337,7 +337,7 @@ class Run:
         rows = host.put_back(after[1], before[1])
         self.keep(key, new, rows)
         on_host = [x for x in jax.tree.leaves(before) if host.is_on_host(x)]
-        self.leaving.add((rows, list(filter(host.is_on_host, new))), on_host)
+        self.leaving.dispatched((rows, list(filter(host.is_on_host, new))), on_host)
 
     def complete(self, key: Any, gradients: Any, keep: bool = False) -> Any:
         """Add those of the passes before; `keep` leaves these for the second backward pass."""
