@@ -150,7 +150,10 @@ def test_optax_gets_f32_gradients():
 
 @pytest.mark.parametrize("dtype", rows([BF16, F32], [BF16]))
 def test_updates_and_steps_agree(dtype):
-    """Weights up to f32's rounding of the update, and how XLA fuses the step inside."""
+    """Weights up to f32's rounding of the update, and how XLA fuses the step inside.
+
+    The rounding of noise is that of the largest weight of a block.
+    """
     tx = noisy(parts=["down", "up"])
     params, state = lowmem.init(tx, start(), dtype)
     assert (leaf(params, UP) != leaf(gaussws.clean_params(params, state), UP)).any()
@@ -173,7 +176,8 @@ def test_updates_and_steps_agree(dtype):
             a, b, old = (np.float32(x) for x in (a, b, old))
             gap = np.abs(a - b)
             spacing = 2.0**-7 * np.abs(a) if dtype == BF16 else 0
-            assert (gap <= 2.0**-20 * (np.abs(old) + np.abs(a)) + spacing).all()
+            rounding = 2.0**-20 * (np.abs(old) + np.abs(a)) + 2.0**-23 * np.abs(a).max()
+            assert (gap <= rounding + spacing).all()
             assert (gap > 0).mean() < (0.01 if dtype == BF16 else 1)
 
 
