@@ -32,8 +32,9 @@ def test_rounds_to_the_neighbours_without_bias(name):
     assert all(len(np.unique(column)) <= 2 for column in found.T)
     deviation = spacing / 2 / np.sqrt(DRAWS)
     assert (np.abs(found.mean(0) - x) <= tolerances.STANDARD_ERRORS_OF_MANY * deviation).all()
-    again = jax.jit(jax.vmap(lambda x, bits: form.round(x, bits, layout)))(jnp.float32(found), bits)
-    # a random number so near 1 that it is rounded to 1 would move a value of the format
+    # values of the format stay, also where the random number is the one next to 1
+    most = jnp.full(LENGTH, 2**32 - 1, jnp.uint32)
+    again = jax.jit(jax.vmap(lambda x: form.round(x, most, layout)))(jnp.float32(found))
     np.testing.assert_array_equal(np.float64(again), found)
 
 

@@ -44,7 +44,11 @@ class WeightFormat:
         infinity becomes NaN.
         """
         top, spacing = self._powers(x, layout)
-        rounded = jnp.floor(x * _inverse(spacing) + numerics.uniform(bits)) * spacing
+        position = x * _inverse(spacing)
+        low = jnp.floor(position)
+        # not floor(position + u), whose sum rounds up where u is nearly 1
+        up = numerics.uniform(bits) < position - low
+        rounded = jnp.where(up, low + 1, low) * spacing
         largest = top * jnp.float32(2 - 2.0**-self.mantissa)
         rounded = jnp.clip(rounded, -largest, largest)
         finite = top < numerics.from_bits(jnp.uint32(_LARGEST_BITS))
