@@ -12,6 +12,7 @@ import pytest
 
 from tests.repo import readers
 from tests.repo.pages import ROOT
+from tests.tiers import rows
 from tools import address, notebooks
 
 pytest.importorskip("nbclient", reason="the extra `notebooks` is not installed")
@@ -158,7 +159,7 @@ def test_the_reader_has_no_more_than_the_cell_installs(reader, tmp_path):
         assert f"No module named '{name}'" in ask(python, f"import {name}", tmp_path).stderr
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", rows(PICTURES, ["quickstart", "flashoptim", "coat_states"]))
 def test_runs_alone(name, reader, monkeypatch):
     """Every cell, with its assertions, draws what is stored, at the sizes of tests."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
