@@ -383,7 +383,7 @@ def test_a_stage_waits_for_the_one_two_before_it(monkeypatch):
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
     ahead = host.RunAhead()
     for stage in range(4):
-        ahead.add(stage)
+        ahead.dispatched(stage)
         assert waited == list(range(stage))
 
 
