@@ -118,7 +118,7 @@ def _warn_of_f32(
 ) -> None:
     """Warn of f32 shapes, if `lowmem.init` would make corrections for sharded ones.
 
-    Arrays in f32 exist, and are what the optimizer gets.
+    f32 arrays are the parameters that the optimizer gets, so they need no warning.
     """
     leaves = jax.tree.leaves(params)
     abstract = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
