@@ -86,7 +86,7 @@ def variant(name: str, args: argparse.Namespace) -> records.Rows:
     how = {}
     if name in in_jax.NAMES:
         in_jax.register(name)
-        how["versions"] = in_jax.versions()
+        how["versions"] = in_torch.versions(in_jax.PACKAGES)
     own = train_llama.make_settings(parse_example(args, VARIANTS[name]))
     if name.endswith(ANEW):
         own = dataclasses.replace(own, quantize_once=False)

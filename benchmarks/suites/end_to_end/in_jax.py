@@ -9,8 +9,6 @@ meaningful loss.
 """
 
 import functools
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -26,13 +24,8 @@ QWIX = {  # name -> dtypes of weights and activations, of gradients, whether a s
 }
 FLAX = "flax-fp8"
 NAMES = (*QWIX, FLAX)
-_PACKAGES = ("flax", "qwix")
-_HISTORY = 1024  # Flax's own length
-
-
-def versions() -> str:
-    there = [name for name in _PACKAGES if importlib.util.find_spec(name)]
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in there)
+PACKAGES = ("flax", "qwix")
+_HISTORY = 1024  # Flax's default
 
 
 def register(name: str) -> None:

@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "liger-kernel", "flashoptim", "torchao")
@@ -22,8 +23,9 @@ CHECKPOINTING = "-ckpt"
 WARM_UP, REPEATS, STEPS = 4, 3, 5
 
 
-def versions() -> str:
-    there = [name for name in PACKAGES if importlib.util.find_spec(name.replace("-", "_"))]
+def versions(packages: Sequence[str] = PACKAGES) -> str:
+    """Name those of some packages that are installed, with their versions."""
+    there = [name for name in packages if importlib.util.find_spec(name.replace("-", "_"))]
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in there)
 
 

@@ -155,7 +155,7 @@ def low_byte(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
     If the values are a float's bits minus a constant, XLA on a GPU (jax 0.11.2) converts the float
     instead, and saturates. A clamp prevents this; kernels need none.
     """
-    if _approximations.get() is None:
+    if not in_kernel():
         info = jnp.iinfo(dtype)
         bits = jnp.clip(bits, jnp.int32(info.min), jnp.int32(info.max))
     return bits.astype(dtype)

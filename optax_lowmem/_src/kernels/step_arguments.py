@@ -1,4 +1,4 @@
-"""What `lowmem.step` tells every implementation below it, and the name of each one's operations."""
+"""Arguments of `lowmem.step` that every implementation reads, and the names of its operations."""
 
 import contextlib
 import dataclasses

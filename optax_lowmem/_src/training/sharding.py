@@ -125,7 +125,8 @@ def _warn_of_f32(
     floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
     if not sharded or not abstract or any(leaf.dtype != jnp.float32 for leaf in floats):
         return
-    _, decisions = context.dry_run(tx, jax.eval_shape(_in_bf16, params))
+    in_bf16 = jax.eval_shape(lambda p: optax.tree.cast(p, jnp.bfloat16), params)
+    _, decisions = context.dry_run(tx, in_bf16)
     split = [d.path for d in decisions if d.slot == "correction" and d.form and d.path in sharded]
     if split:
         warnings.warn(
@@ -136,10 +137,6 @@ def _warn_of_f32(
             UserWarning,
             stacklevel=3,
         )
-
-
-def _in_bf16(params: optax.Params) -> optax.Params:
-    return optax.tree.cast(params, jnp.bfloat16)
 
 
 def _with_zero(

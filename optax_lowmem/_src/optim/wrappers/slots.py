@@ -28,15 +28,17 @@ _UNKNOWN = SlotFacts(signed=True, constant_init=False)
 
 _ADAMS = ("ScaleByAdamState", "ScaleByAmsgradState", "ScaleByBeliefState", "ScaleByNovogradState",
           "ScaleByRStdDevState")  # fmt: skip
+_ROOT_MEAN_SQUARES = ("ScaleByAdemamixState", "ScaleByRmsState", "ScaleByRmsWithCountState")
 _AVERAGES = ("DAdaptAdamWState", "MomoAdamState", "ProdigyState")
 SLOTS: dict[tuple[str, str], SlotFacts] = {
     **{(state, "mu"): _FIRST for state in (*_ADAMS, "ScaleByLionState", "MuonState")},
-    **{(state, "nu"): _SECOND for state in (*_ADAMS, "ScaleByAdemamixState")},
-    **{(state, "nu"): _SECOND for state in ("ScaleByRmsState", "ScaleByRmsWithCountState")},
+    **{(state, "nu"): _SECOND for state in (*_ADAMS, *_ROOT_MEAN_SQUARES)},
     **{(state, "exp_avg"): _FIRST for state in (*_AVERAGES, "MomoState")},
     **{(state, "exp_avg_sq"): _SECOND for state in _AVERAGES},
-    **{(state, "grad_sum"): SlotFacts(signed=True) for state in _AVERAGES if "Momo" not in state},
-    **{("ScaleByAdemamixState", m): _FIRST for m in ("m1", "m2")},
+    ("DAdaptAdamWState", "grad_sum"): SlotFacts(signed=True),
+    ("ProdigyState", "grad_sum"): SlotFacts(signed=True),
+    ("ScaleByAdemamixState", "m1"): _FIRST,
+    ("ScaleByAdemamixState", "m2"): _FIRST,
     ("ScaleBySimplifiedAdEMAMixState", "m"): _FIRST,
     ("ScaleBySimplifiedAdEMAMixState", "n"): _SECOND,
     ("MadgradState", "grad_sum_sq"): SlotFacts(signed=False, moment=2),

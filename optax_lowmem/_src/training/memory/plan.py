@@ -227,10 +227,10 @@ def _fixed(
     if missing:
         raise ValueError(f"there is no stack '{missing[0]}' in the parameters")
     frozen = sum(map(trees.nbytes, frozen_params.values()))
-    weights, of_rest = trained + frozen, sum(leaf.gradients for leaf in rest)
-    rest_gradients = 0 if rest_in_activations else of_rest
+    weights, all_of_rest = trained + frozen, sum(leaf.gradients for leaf in rest)
+    rest_gradients = 0 if rest_in_activations else all_of_rest
     earlier_batches = trained if accumulate else 0  # the sum of their gradients
-    gradients = trained - of_rest + rest_gradients + earlier_batches
+    gradients = trained - all_of_rest + rest_gradients + earlier_batches
     backward = Fixed(weights, state, gradients)
     yield RESIDENT, (Fixed(weights, state, earlier_batches), backward, backward)
     if not stacks:
@@ -257,10 +257,8 @@ def _fixed(
     loss = Fixed(frozen + rest_leaf.weights + layer.weights, 0, leaf_sum)
     layer_weights = _IN_FLIGHT * layer.weights
     in_layer = Fixed(frozen + layer_weights, layer_states, layer_sum + rest_gradients)
-    yield (
-        STREAM,
-        (loss, in_layer, Fixed(frozen + rest_leaf.weights, rest_leaf.state, rest_gradients)),
-    )
+    end = Fixed(frozen + rest_leaf.weights, rest_leaf.state, rest_gradients)
+    yield STREAM, (loss, in_layer, end)
 
     frozen_by_stack, frozen_rest = _by_stack(frozen_params, None, stacks)
     frozen_layer = max(one.weights for one in frozen_by_stack.values())
