@@ -16,6 +16,7 @@ from optax_lowmem._src.arrays.hyperparameters import check_choice
 
 _SCALE_BITS = 0x7F800000  # of f32: the power of two at or below a magnitude
 _LARGEST_BITS, _LEAST_BITS = 0x7E000000, 0x0D800000  # 2^125 and 2^-100
+_LARGEST = 2.0**125  # as a float: Pallas cannot bitcast a constant for Triton
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class WeightFormat:
         rounded = jnp.where(up, low + 1, low) * spacing
         largest = top * jnp.float32(2 - 2.0**-self.mantissa)
         rounded = jnp.clip(rounded, -largest, largest)
-        finite = top < numerics.from_bits(jnp.uint32(_LARGEST_BITS))
+        finite = top < jnp.float32(_LARGEST)
         return numerics.narrow(jnp.where(finite, rounded, jnp.float32(jnp.nan)), jnp.bfloat16)
 
     def group_powers(self, x: jax.Array, layout: Layout) -> jax.Array:
@@ -129,11 +130,11 @@ def encode_weight(w: jax.Array, weights: str = "int8", group_size: int = 32) -> 
     x = numerics.widen(w)
     power = form.group_powers(x, layout)
     unit = layout.to_elements(power) * jnp.float32(form.unit)
-    finite = layout.to_elements(power) < numerics.from_bits(jnp.uint32(_LARGEST_BITS))
+    finite = layout.to_elements(power) < jnp.float32(_LARGEST)
     scaled = jnp.where(finite, x * _inverse(unit), 0)
     codes = (jnp.round(scaled) if form.codes == jnp.int8 else scaled).astype(form.codes)
     exponents = (numerics.to_bits(power) >> 23).astype(jnp.uint8)
-    finite_group = power < numerics.from_bits(jnp.uint32(_LARGEST_BITS))
+    finite_group = power < jnp.float32(_LARGEST)
     return StoredSlot(codes, jnp.where(finite_group, exponents, jnp.uint8(255)))
 
 
