@@ -114,7 +114,7 @@ def _k(rows: Rows, slot: str, least: float, most: float) -> Finding:
 STATES = Margin(0.1, claimed=0.10)
 
 
-LLAMAS = {"Llama 58M": "llama-58m", "Llama 0.1M": "smoke-llama steps=400"}  # of `pairs`
+LLAMAS = {"Llama 58M": "llama-58m"}  # of `pairs`
 
 
 def of_llamas(case: str, margin: Margin, *, f32: Variants, split: Variants) -> Several:
@@ -164,8 +164,6 @@ CLAIMS: tuple[Claim, ...] = (
             for model, case in LLAMAS.items()),
           ("GPT 42M", Trained("gpt-42m/adam", "adamw", "coat_adamw", STATES,
                                               bench="pairs")),
-          ("GPT 42M, examples/train_gpt.py",
-           Trained("gpt-42m batch=8/coat_adamw", margin=STATES)),
       )),
     Claim("Tables 3 and 4, Figures 5 and 6, OLMo", "training loss 2.551 → 2.568, 2.366 → 2.379",
           "needs 250 to 300 billion tokens"),

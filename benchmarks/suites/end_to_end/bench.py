@@ -5,7 +5,7 @@ JAX libraries (`end_to_end.in_jax`). Peers in torch (`end_to_end.in_torch`) run 
 process of its own. Both need their packages.
 
     python -m benchmarks.run end_to_end --loss 0 --only default fp8-unrolled optax.adamw qwix-fp8 \
-        --steps 200 --flags "--text all-sources" --record  # the losses after 200 steps too
+        --steps 200 --text installed --record  # the losses after 200 steps too
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import train_llama
+from _gpt.data import TEXTS
 from _gpt.model import mean_loss
 from _llama import choose, train
 from _llama.config import PRESETS
@@ -33,11 +34,12 @@ from optax_lowmem import layers
 
 PEERS = [name + more for name in in_torch.NAMES for more in ("", in_torch.CHECKPOINTING)]
 PEER_SECONDS = 240
+PLAIN, RANDOM = "default", "random"
 IN_16 = "--activations fp8 --batch 128 --sequence 1024 --accumulate 16"
 HALF_A_MILLION = "--batch 512 --sequence 1024 --accumulate 64"  # tokens in a step
 # name -> flags of the example
 VARIANTS = {
-    "default": "",
+    PLAIN: "",
     "lean-accumulated": f"--activations lean {HALF_A_MILLION}",
     "fp8-accumulated-16": IN_16,
     "fp8-accumulated-16-anew": IN_16,
@@ -56,13 +58,17 @@ HOW = ("remat", "attention", "activations", "head", "unroll", "stacked", "quanti
 
 
 def parse_example(args: argparse.Namespace, flags: str) -> argparse.Namespace:
-    common = f"--preset {args.preset} --data-parallel 1 --text random --steps {args.steps}"
+    common = f"--preset {args.preset} --data-parallel 1 --text {args.text} --steps {args.steps}"
     return train_llama.parse_arguments(f"{common} {args.flags} {flags}".split())
 
 
 def rows_of(case: str, impl: str, found: dict[str, float], **more: Any) -> records.Rows:
     values = {metric: (found[metric], unit) for metric, unit in UNITS.items() if metric in found}
     return records.records_of("end_to_end", case, impl, values, **more)
+
+
+def case_of(args: argparse.Namespace) -> str:
+    return f"llama-{args.preset}" + (f", {args.text} text" if args.text != RANDOM else "")
 
 
 def peer(name: str, args: argparse.Namespace) -> records.Rows:
@@ -79,7 +85,7 @@ def peer(name: str, args: argparse.Namespace) -> records.Rows:
     found = json.loads(done.stdout.strip().splitlines()[-1])
     if peak := choose.peak_flops(jax.local_devices()[0].device_kind):
         found["mfu"] = found["tokens_per_s"] * preset.shape.flops_per_token(sequence) / peak
-    return rows_of(f"llama-{args.preset}", name, found, versions=in_torch.versions())
+    return rows_of(case_of(args), name, found, versions=in_torch.versions())
 
 
 def variant(name: str, args: argparse.Namespace) -> records.Rows:
@@ -95,7 +101,7 @@ def variant(name: str, args: argparse.Namespace) -> records.Rows:
     measured = stepped(program, args.steps)
     found = {metric: measured[metric] for metric in MEASURED if metric in measured}
     how |= {name: getattr(own, name) for name in HOW}
-    return rows_of(f"llama-{args.preset}", name, found | {"compile_s": seconds}, **how)
+    return rows_of(case_of(args), name, found | {"compile_s": seconds}, **how)
 
 
 def full_loss(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
@@ -124,6 +130,7 @@ def loss_rows(name: str, args: argparse.Namespace) -> records.Rows:
 
 @records.suite(
     preset={"choices": PRESETS, "default": "1b", "help": "of the example (default: 1b)"},
+    text={"choices": (RANDOM, *TEXTS), "default": RANDOM, "help": "tokens (default: random)"},
     flags={"default": "", "help": "more of the example's, for all"},
     only={"nargs": "*", "choices": VARIANTS, "default": DEFAULT, "metavar": "NAME",
           "help": f"of {', '.join(VARIANTS)} (default: those without other libraries)"},
@@ -137,10 +144,15 @@ def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")
     losses = tables.LOSSES if args.loss != "0" else ()
     # peers first: JAX takes most of a GPU's memory
+    plain = None
     for measure, names in ((peer, args.peers), (loss_rows, losses), (variant, args.only)):
         for name in names:
             try:
-                yield measure(name, args)
+                rows = measure(name, args)
+                for row in records.select(rows, metric="tokens_per_s"):
+                    plain = row["value"] if name == PLAIN else plain
+                    row |= {"ratio_to_default": row["value"] / plain} if plain else {}
+                yield rows
             except (
                 ImportError, ValueError, jax.errors.JaxRuntimeError, subprocess.TimeoutExpired
             ) as error:  # fmt: skip

@@ -28,11 +28,11 @@ PROGRAMS = {
     "fp8-accumulated": "ours, `--activations fp8 --accumulate 64`",
     "lean-accumulated": "ours, bf16, `--accumulate 64`",
     "optax.adamw": "the same model with `optax.adamw` and f32 weights",
-    "qwix-fp8": "the same model with Qwix's FP8, `flash_adamw`",
-    "qwix-fp8-tensor": "the same model with Qwix's FP8, scales per tensor, `flash_adamw`",
-    "qwix-int8": "the same model with Qwix's int8, `flash_adamw`",
-    "qwix-int8-tensor": "the same model with Qwix's int8, scales per tensor, `flash_adamw`",
-    "flax-fp8": "the same model with Flax's FP8 operations, scales of step 1, `flash_adamw`",
+    "qwix-fp8": "Qwix's FP8",
+    "qwix-fp8-tensor": "Qwix's FP8, scales per tensor",
+    "qwix-int8": "Qwix's int8",
+    "qwix-int8-tensor": "Qwix's int8, scales per tensor",
+    "flax-fp8": "Flax's FP8 operations, scales of step 1",
     "torch-liger": "torch, Liger kernels, flashoptim",
     "torch-liger-ckpt": "torch, Liger kernels, flashoptim, checkpointing",
     "torch-compile": "torch.compile, flashoptim",
@@ -40,6 +40,7 @@ PROGRAMS = {
     "torch-float8": "torch.compile, torchao float8, flashoptim",
     "torch-float8-ckpt": "torch.compile, torchao float8, flashoptim, checkpointing",
 }
+TRAINED = "llama-1b, installed text"  # case of runs of 200 steps
 LOSSES = ("all logits", "chunks of 512", "chunks of 1024", "chunks of 2048", "chunks of 4096")
 
 
@@ -78,6 +79,22 @@ def programs(rows: Rows) -> Table:
     return ["program", *(", ".join(MODELS[case]) for case in found)], body, used
 
 
+def others(rows: Rows) -> Table:
+    """Products of other JAX libraries: speed beside ours in bf16 of the same run, and the loss."""
+    every = select(on_gpus(rows), bench="end_to_end", case=TRAINED)
+    found, body, used = grouped(every, "impl", "metric"), [], []
+    for name in filter(found.get, PROGRAMS):
+        of = found[name]
+        speed = of["tokens_per_s"]
+        body.append([PROGRAMS[name], cell(speed, "{:,.0f}"), f"{speed['ratio_to_default']:.2f}",
+                     cell(peak(of), "{:.1f}", GIB), cell(of["compile_s"], "{:.0f}"),
+                     cell(of["train_loss"], "{:.3f}")])  # fmt: skip
+        used += of.values()
+    head = ["program", "tokens/s", "of bf16 in the same run", "peak, GiB", "compilation, s",
+            "training loss after 200 steps"]  # fmt: skip
+    return head, body, used
+
+
 def losses(rows: Rows) -> Table:
     """The loss of the linear head with its gradients."""
     every = select(on_gpus(rows), bench="end_to_end", case="loss and gradients")
@@ -93,5 +110,6 @@ def losses(rows: Rows) -> Table:
 
 TABLES = {
     "end_to_end": Rendered(programs, "end_to_end"),
+    "end_to_end_others": Rendered(others, "end_to_end"),
     "end_to_end_loss": Rendered(losses, "end_to_end"),
 }

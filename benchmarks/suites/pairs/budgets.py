@@ -18,13 +18,13 @@ PRESET, RULE, BASE = "gpt-42m", "adam", "adamw"
 CASE = f"{PRESET}/{RULE}"
 # what one may choose: no controls, no published forms
 CHOICES = (
-    "flash_adamw", "stable_adamw", "coat_adamw", "flash_adamw-bf16-rounded", "flash_adam_mini",
+    "flash_adamw", "stable_adamw", "coat_adamw", "flash_adamw-bf16-rounded", "flash_adamw-bf16-fed",
+    "flash_adamw-int8", "flash_adamw-int8-fed", "flash_adamw-e4m3-fed", "flash_adam_mini",
     "q_adam_mini", "flash_factored_adamw", "flash_factored_adamw-four-bit",
     "flash_factored_adamw-four-bit-32", "flash_factored_adamw-four-bit-stochastic",
     "flash_factored_adamw-four-bit-stochastic-32",
-    "flash_adamw-four-bit", "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-sqrt-nu",
-    "flash_adamw-four-bit-nearest", "flash_adam_mini-four-bit",
-    "flash_adamw-four-bit-bf16-rounded",
+    "flash_adamw-four-bit", "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-nearest",
+    "flash_adam_mini-four-bit",
 )  # fmt: skip
 # what Adam-mini's rule costs, and what our formats cost beside the same rule in f32
 MINI = (

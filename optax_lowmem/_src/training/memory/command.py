@@ -314,8 +314,8 @@ def recommendation(
         if peak:
             enough = mode.copies.tokens(number, _OF_PEAK * peak * 1e12, link)
             yield (
-                f"Copies hide behind computation above {enough:,.0f} tokens a step; the command "
-                f"below has {tokens:,}."
+                f"Steps of more than {enough:,.0f} tokens compute for longer than they copy; "
+                f"the command below has {tokens:,}."
             )
         yield (
             f"The inputs of the layers and the head, {inputs / 2**10:.0f} KiB per token, also go "
