@@ -39,7 +39,6 @@ from tests.step.test_step_backends import (
     F32,
     LEARNING_RATE,
     NOT_KNOWN,
-    ROUNDED,
     SHAPES,
     STORED,
     VARIANTS,
@@ -195,6 +194,12 @@ def test_lowers_for_cuda(on_a_gpu, optimizer, stored, weights, direct, group_siz
     assert found == wanted
 
 
+def with_storage(optimizer, how):
+    make = builder(optimizer)
+    more = how | ({"update_dtype": "float32"} if "weights" in how else {})
+    return lambda storage: make(storage=dataclasses.replace(storage, **more))
+
+
 MORE = {
     **{name: builder(optimizer) for name, (optimizer, how, _) in VARIANTS.items() if not how},
     "no momentum": functools.partial(lowmem.flash_sgd, LEARNING_RATE),
@@ -203,9 +208,10 @@ MORE = {
     "refined lion": functools.partial(lowmem.scale_by_flash_lion, mode="refined"),
     "a trace": functools.partial(lowmem.flash_trace, 0.9),
     "f16 moments": functools.partial(lowmem.flash_adam, LEARNING_RATE, mu_dtype=F16),
-    "rounded weights": lambda storage: lowmem.flash_adamw(
-        LEARNING_RATE, storage=dataclasses.replace(storage, **ROUNDED)
-    ),
+    **{
+        name: with_storage(*VARIANTS[name][:2])
+        for name in ("rounded weights", "int8 weights", "error feedback", "FP8 weights")
+    },
     "into moments": lambda storage: lowmem.accumulate_gradients(
         lowmem.flash_adamw(LEARNING_RATE, storage=storage), 4, "moments"
     ),
