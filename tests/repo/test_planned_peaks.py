@@ -42,10 +42,17 @@ def test_recorded_runs_of_8b_with_the_state_in_host_memory():
 
 @pytest.mark.parametrize("model", ["8B", "14B"])
 def test_recorded_runs_with_weights_in_host_memory(model):
-    """Steps with the memory of cards of 8, 16 and 24 GB, in micro-batches of one and two rows."""
+    """Steps with the memory of cards of 8, 16 and 24 GB, in micro-batches of one and two rows.
+
+    Steps of several passes, whose sums of gradients pass through the GPU, are not planned.
+    """
     rows = records.select(records.newest(records.all_records(), bench="train"), metric="peak_bytes")
     begins = f"llama-{model.lower()} "
-    rows = [r for r in rows if r["case"].startswith(begins) and "offload=weights" in r["case"]]
+    rows = [
+        row for row in rows
+        if row["case"].startswith(begins) and "offload=weights" in row["case"]
+        and row["flags"]["batch"] * row["flags"]["sequence"] <= 65_536
+    ]  # fmt: skip
     modes = plan.plan_decoder(plan.decoder(MODELS[model]), "flash_adamw", 0, 2048, accumulate=True)
     (mode,) = (mode for mode in modes.modes if mode.name == "stream")
     assert rows
