@@ -408,6 +408,7 @@ def _axes_of_bias(leaf: ModuleLeaf, leaves: Leaves) -> int:
     if kernel is not None and kernel.inner_shape[-len(leaf.inner_shape) :] == leaf.inner_shape:
         return len(leaf.inner_shape)
     of_heads = leaf.module in QUERY | KEY | VALUE | FUSED and leaf.in_attention
+    # without a kernel to compare with, an attention's bias of two axes is [heads, head_dim]
     return 2 if of_heads and kernel is None else 1
 
 

@@ -141,7 +141,7 @@ def _step_stack(rule: MatrixRule, stack: LeafBatch) -> MatrixResults:
     moved = fused_updates(rule, bare)
     before = [leaf.p for leaf in moved]
     directions, scales, factors, slots = _directions(rule, stack.plans, before, blockwise, h)
-    # the second step must not apply gradient_scale or l2 again
+    # without gradient_scale, which the first step applied; no MatrixRule has coupled decay (l2)
     rates = {name: h[name] for name in ("lr", "decay") if name in h}
     landing = dataclasses.replace(
         stack,

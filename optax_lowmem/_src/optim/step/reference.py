@@ -293,8 +293,8 @@ def land(
 def _missed(master: jax.Array, p: jax.Array) -> jax.Array:
     """Return a mask of the elements where p + (weight - p) in f32 may differ from the weight.
 
-    The error of that sum, including an error in the lowest digit of p, is below 2^-24 |p|. It
-    changes only weights that are small relative to p: for bf16, below 2^-16 |p|.
+    From 2^(digits - 24) |p| up (bf16: 2^-16 |p|), a weight is a multiple of f32's spacing at p: the
+    sum is exact.
     """
     digits = int(jnp.finfo(p.dtype).nmant) + 1
     return jnp.abs(master) < jnp.abs(numerics.widen(p)) * jnp.float32(2.0 ** (digits - 24))

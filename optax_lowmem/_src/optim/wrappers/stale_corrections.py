@@ -160,6 +160,7 @@ def rounded_distances(state: optax.OptState) -> list[str]:
 
 
 def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) -> list[str]:
+    """Return the leaves whose updates are not the split's in a step; their sides are shortened."""
     rng = np.random.default_rng(0)
 
     def small(leaf: Shaped) -> jax.Array:
@@ -181,12 +182,13 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
             raise ValueError(f"no batch of at most {_MICRO_BATCHES} micro-batches")
     final = _fast_weights(updates)
     # values may be equal by chance (a schedule that starts at 1): in a chain, compare identity
-    untouched = _follows_split(state, _PASSING, ours=False, otherwise=False)
+    by_identity = _follows_split(state, _PASSING, ours=False, otherwise=False)
     in_some_steps = _in_some_steps(state)
 
     def differs(update: jax.Array, of_split: jax.Array) -> bool:
-        if in_some_steps or untouched and update is not of_split:
+        if in_some_steps or by_identity and update is not of_split:
             return True
+        # an update of zeros skips the step, as in MultiSteps, and changes nothing
         return bool(jnp.any(update != 0)) and bool(jnp.any(update != of_split))
 
     return [

@@ -104,6 +104,7 @@ def _of_nnx(model: PyTree, optimizer: PyTree) -> Contents:
     def write(params: PyTree, opt_state: PyTree, rest: PyTree) -> None:
         """Write restored arrays into the variables of the model and the optimizer."""
         nnx.update(model, params, rest["model"])
+        # optax's tuples as a State, which `update` takes; params and rest consist of States
         nnx.update(optimizer.opt_state, nnx.state(opt_state, **known))
         nnx.update(optimizer, rest["optimizer"])
 

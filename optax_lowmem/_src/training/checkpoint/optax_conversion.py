@@ -403,7 +403,8 @@ class Decisions:
         self._left: dict[tuple[str, str], list[context.Decision]] = collections.defaultdict(list)
         for decision in decisions:
             self._left[decision.path, decision.slot].append(decision)
-        self._all = {(d.path, d.slot): d for d in decisions}
+        # `pop` keeps these; of several decisions about a slot of a leaf, the last
+        self._last = {(d.path, d.slot): d for d in decisions}
         self._coded_outside: set[tuple[str, str]] = set()
 
     def pop(self, path: str, slot: str) -> context.Decision:
@@ -413,18 +414,18 @@ class Decisions:
     def pop_inside(self, path: str, slot: str) -> context.Decision:
         """Return `pop`; f32 for a slot that an outer `CompressedState` quantizes."""
         if (path, slot) in self._coded_outside:
-            decision = self._all[path, slot]
+            decision = self._last[path, slot]
             return dataclasses.replace(decision, form=None, codec=None, reason="coded outside")
         return self.pop(path, slot)
 
     def paths(self, slot: str) -> list[str]:
         """Return the paths of the leaves that have a slot."""
-        return [path for path, name in self._all if name == slot]
+        return [path for path, name in self._last if name == slot]
 
     def values_of(self, slot: str, codes: PyTree) -> PyTree:
         """Return the f32 values of a stored slot as shapes, in a tree like that of its codes."""
         leaves = [
-            jax.ShapeDtypeStruct(self._all[path, slot].values_shape, jnp.float32)
+            jax.ShapeDtypeStruct(self._last[path, slot].values_shape, jnp.float32)
             for path, _ in trees.named_leaves(codes)
         ]
         return jax.tree.unflatten(jax.tree.structure(codes), leaves)
