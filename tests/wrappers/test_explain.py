@@ -312,6 +312,12 @@ def test_differences_of_24_bit_master_weights(name, bits):
     assert started(tx) == [*found, *found]
 
 
+def test_differences_of_master_weights_split_by_the_ulp_scheme():
+    tx = lowmem.split_master_weights(optax.contrib.dog(), 24, split="ulp")
+    (warning,) = lowmem.explain(tx, PARAMS).warnings
+    assert "optax's dog uses differences" in warning
+
+
 @pytest.mark.full
 def test_a_trial_with_heads_and_with_leaves_that_are_left_out():
     """`explain` and `init` do not warn of leaves that the trial cannot shorten to a few numbers."""

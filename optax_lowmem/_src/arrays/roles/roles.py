@@ -321,6 +321,7 @@ def decay_mask(params: optax.Params) -> optax.Params:
 
 def is_embedding(leaf: ModuleLeaf) -> bool:
     """Return whether a leaf is, by name, an input embedding table, not an output head."""
+    # a kernel there is the matrix of a product, such as of image patches
     named = leaf.module in EMBEDDING and leaf.array in ("", "weight")
     return leaf.array == "embedding" or named
 

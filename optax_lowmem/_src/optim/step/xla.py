@@ -106,7 +106,7 @@ def packed_update(
     """
     packed = _PackedStep(rule, plan, leaf.p is not None)
     # the rest of an update is computed outside the calls, where XLA fuses it with its consumer
-    pack = packed.pack if plan.returns_params else packed.pack_in_call
+    pack = packed.pack if plan.returns_params else packed.pack_jitted
     return packed.unpack(leaf, h, *pack(leaf, h, keys, number))
 
 
@@ -161,7 +161,7 @@ class _PackedStep:
         words = [self.word(fields, leaf, h, divisors, seeds) for fields in self.words]
         return words, {name: scale for name, (scale, _) in measured.items()}
 
-    pack_in_call = _method(pack)
+    pack_jitted = _method(pack)  # not `opaque`: XLA may fuse its results with their consumers
 
     @opaque
     @_method

@@ -25,7 +25,7 @@ class SplitState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
-    correction: PyTree  # int8 or int16 beside 16-bit weights; 0-d beside f32 ones
+    correction: PyTree  # 8 or 16 bits beside 16-bit weights; 0-d beside f32 ones
     inner_state: optax.OptState
 
 

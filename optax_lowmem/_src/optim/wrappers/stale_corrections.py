@@ -146,7 +146,7 @@ def rounded_distances(state: optax.OptState) -> list[str]:
     """Return warnings for optimizers inside a 24-bit split that use differences of weights."""
     results: set[str] = set()
     for node in trees.states_with(state, "correction", trees.is_ours):
-        if any(c.ndim and c.dtype == jnp.int8 for c in jax.tree.leaves(node.correction)):
+        if any(c.ndim and c.dtype.itemsize == 1 for c in jax.tree.leaves(node.correction)):
             inside = jax.tree.leaves(
                 getattr(node, "inner_state", ()), is_leaf=lambda n: type(n).__name__ in _DISTANCES
             )

@@ -85,7 +85,7 @@ class Blocks:
         least = LANES if self.transposed or self.of_rows else ROWS
         most = max(least, min(self.elements // self.width, _MOST_ROWS) // least * least)
         if self.stacked or self.within:
-            most = math.gcd(most, self.shape[-2])
+            most = math.gcd(most, self.shape[-2])  # still a multiple of `least`: `block_reason`
         return min(most, _rounded_up(self.rows, least))
 
     @functools.cached_property
