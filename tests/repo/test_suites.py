@@ -204,7 +204,7 @@ def test_state_on_the_host_in_small(tmp_path):
     _, body, _ = offload.table(rows)
     kinds = ["state on the host", "offload", "resident"]
     assert [line[1].split(",")[0] for line in body] == kinds
-    assert float(body[0][-2]) == 0.0 and all(float(line[5]) > 0 for line in body)
+    assert float(body[0][-2]) == 0.0 and all(float(line[5].replace(",", "")) > 0 for line in body)
 
 
 class Driver:
