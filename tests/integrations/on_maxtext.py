@@ -44,7 +44,7 @@ def get_optimizer(config, learning_rate_schedule, model=None, mesh=None):
             muon_weight_dimension_numbers=get_muon_weight_dimension_numbers(model, config),
         )  # fmt: skip
     if kind != "adamw":
-        raise ValueError(f"opt_type={kind} is unsupported with these settings")
+        raise ValueError(f"opt_type={kind} is unsupported: adamw, or muon with param_scan_axis=1")
     return lowmem.flash_adamw(
         learning_rate_schedule, b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps,
         eps_root=config.adam_eps_root, weight_decay=config.adam_weight_decay,
