@@ -145,6 +145,11 @@ def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 
+def on_device(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return a shape without the memory space that JAX 0.12 traces with."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+
+
 def has_shapes(tree: PyTree) -> bool:
     """Return whether a tree has shapes in place of arrays."""
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
