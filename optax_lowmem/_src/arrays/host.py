@@ -145,8 +145,8 @@ def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 
-def on_device(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return a shape without the memory space that JAX 0.12 traces with."""
+def without_memory_space(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return a shape without its memory space, with which JAX 0.12 traces."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
 
 

@@ -15,8 +15,7 @@ from optax_lowmem._src.arrays.codecs.base import Layout, StoredSlot
 from optax_lowmem._src.arrays.hyperparameters import check_choice
 
 _SCALE_BITS = 0x7F800000  # of f32: the power of two at or below a magnitude
-_LARGEST_BITS, _LEAST_BITS = 0x7E000000, 0x0D800000  # 2^125 and 2^-100
-_LARGEST = 2.0**125  # as a float: Pallas cannot bitcast a constant for Triton
+_LEAST, _LARGEST = 2.0**-100, 2.0**125  # floats: Pallas cannot bitcast a constant for Triton
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +59,7 @@ class WeightFormat:
         # a maximum over the largest value carries into the exponent
         carry = jnp.uint32((1 << (23 - self.mantissa)) - 1)
         power = (numerics.absmax_bits(layout.to_groups(x)) + carry) & jnp.uint32(_SCALE_BITS)
-        least, largest = jnp.uint32(_LEAST_BITS), jnp.uint32(_LARGEST_BITS)
-        return numerics.from_bits(jnp.clip(power, least, largest))
+        return jnp.clip(numerics.from_bits(power), jnp.float32(_LEAST), jnp.float32(_LARGEST))
 
     def _powers(self, x: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
         """Return 2^E of each element's group, and the spacing of each element."""

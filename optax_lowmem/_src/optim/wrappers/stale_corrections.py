@@ -188,7 +188,7 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
     def differs(update: jax.Array, of_split: jax.Array) -> bool:
         if in_some_steps or by_identity and update is not of_split:
             return True
-        # an update of zeros skips the step, as in MultiSteps, and changes nothing
+        # a step that a wrapper skips has updates of zeros
         return bool(jnp.any(update != 0)) and bool(jnp.any(update != of_split))
 
     return [

@@ -102,7 +102,7 @@ class Offloaded(Options):
         inner = self.optimizer.inner(state)
         one = jax.eval_shape(lambda x: micro_batch(x, 0, number), batch)
         like = jax.eval_shape(lambda *args: args, *host.like((params, frozen, inner)), one)
-        like = jax.tree.map(host.on_device, like)  # stages compute there
+        like = jax.tree.map(host.without_memory_space, like)  # stages compute on the device
         key = jax.tree.structure(like), *((x.shape, x.dtype) for x in jax.tree.leaves(like))
         if key not in self._programs:
             self._programs[key] = Programs(self, *like)
